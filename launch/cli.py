@@ -152,7 +152,7 @@ class LazyGroup(click.Group):
 
 
 def _command(place: str) -> click.Command:
-    """Return the command that stands at module:attribute."""
+    """Return the click command that a text such as "module:attribute" names."""
     module, attribute = place.split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Return the exit code of the command; what went wrong is on stderr."""
+    """Return the exit code of the command; errors are printed on stderr."""
     for place, word in enumerate(sys.argv[1:], 1):
         if any("\udc80" <= letter <= "\udcff" for letter in word):  # how Python hands on bytes that it cannot decode
             shown = os.fsencode(word).decode("utf-8", "backslashreplace")
@@ -238,7 +238,7 @@ def _say(line: str, code: int) -> int:
 
 
 def _reason(error: OSError) -> str:
-    """Return an error of the system in words: what it was about, why."""
+    """Return in words what an operating-system error is about, and its reason."""
     try:
         os.getcwd()
     except OSError:

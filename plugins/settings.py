@@ -110,7 +110,9 @@ class Section:
 
 
 def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
-    """Return a value without a form of its own: one of some words, or a number within limits."""
+    """Return a valid value of a key whose type is a choice of words, or a number within limits; raise RecipeError
+    otherwise.
+    """
     if choices := limits.get("choices"):
         if value not in choices:
             near = f"is none of {', '.join(choices)}{did_you_mean(value, list(choices))}"
@@ -161,8 +163,8 @@ def count_at(recipe: Any, path: str) -> int:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError if the plugin at `key`, which changes what a loader delivers, would not be applied to the
-    loader.
+    """Raise RecipeError for PyNative mode, in which the plugin at `key`, which changes the samples of a loader, would
+    have no effect.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"

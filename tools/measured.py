@@ -145,7 +145,7 @@ class _Hidden:
     replaced: Callable[[str], str]
 
     def of(self, value: Any, key: str = "", check: str = "") -> Any:
-        """Return the value that stands at a key within the outcome of a check."""
+        """Return the value at a key of the outcome of a check, with the names of hosts replaced."""
         if isinstance(value, list):
             return [self.of(each, key, check) for each in value]
         if isinstance(value, dict):
@@ -242,7 +242,10 @@ def _manifest(path: Path, text: str) -> Manifest:
         raise DataError(f"{place}: the file {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
-        raise DataError(f"{place}: format is {found!r}, but this tc3 reads format {FORMAT}; use the tc3 that wrote it")
+        raise DataError(
+            f"{place}: format is {found!r}, but this tc3 reads format {FORMAT}; use the version of tc3 "
+            f"that wrote the bundle"
+        )
     names = [one.name for one in fields(Manifest)]
     refuse_unknown(f"{place}: ", content, [*names, "seal"], DataError)
     if missing := [name for name in [*names, "seal"] if name not in content]:

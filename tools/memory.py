@@ -139,7 +139,8 @@ def _proposal(
     known: Sequence[str],
     terms: MemoryTerms,
 ) -> Proposal | None:
-    """Return a change as keys, predicted anew from them; None where MindFormers has no keys for it.
+    """Return a change as keys of a recipe, with predictions for the changed recipe; None if MindFormers has no keys for
+    the change.
 
     A user changes these keys in the recipe's file. If the file says `offset: auto`, the keys contain the layout, too,
     because the layout file beside the recipe was made for the run without the change.
@@ -169,7 +170,7 @@ def _proposal(
 
 
 def _wrong(recipe: Recipe) -> list[str]:
-    """Return what `tc3 check` calls an error, without the places."""
+    """Return the errors that `tc3 check` finds, without their places."""
     return [f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors]
 
 
@@ -317,7 +318,7 @@ _WIDTH = 130  # of tables in a file or pipe
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on a stage over one step (.svg, .png), or write its numbers (.json).",
+    help="Draw the memory in use on a stage over one step (.svg, .png), or write the values (.json).",
 )
 @click.option(
     "--stage",
@@ -455,7 +456,9 @@ def _worst(found: Sequence[str]) -> str:
 
 
 def _exchange(config: Configuration, room: Room, every: Sequence[StageMemory]) -> dict[str, Any]:
-    """Return the stage on which moving experts takes most, beside what is there between two steps."""
+    """Return the stage that needs the most memory for moving experts, in addition to the memory that is in use between
+    two steps.
+    """
     held = [one.static + one.buffers + exchanged(config, stage) for stage, one in enumerate(every)]
     stage = held.index(max(held))
     return {"stage": stage, "bytes": exchanged(config, stage), "held": held[stage], "fit": verdict(held[stage], room)}

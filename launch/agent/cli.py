@@ -149,7 +149,8 @@ class Start:
 )
 @click.option(
     "--host",
-    help="Use this name for this node; the file of --nodes must list it.  [default: found by its host name or address]",
+    help="Use this name for this node, one of the names in the file of --nodes.  [default: found by its host name or "
+    "address]",
 )
 @click.option(
     "--restarts",
@@ -175,7 +176,9 @@ class Start:
     help="Write the run to this folder, which must be on a disk that all nodes share.",
 )
 @click.option(
-    "--port", type=Number("port"), help="Use this port for the scheduler of the first attempt.  [default: a free one]"
+    "--port",
+    type=Number("port"),
+    help="Use this port for msrun's scheduler when the workers start for the first time.  [default: a free one]",
 )
 @no_bind_option
 @click.option(
@@ -190,10 +193,15 @@ class Start:
     type=Number("seconds"),
     default=PATIENCE,
     show_default=True,
-    help="At each attempt, wait at most this many seconds for enough hosts to join and for this host to become fit.",
+    help="At each start of the workers, wait at most this many seconds until enough hosts have joined and this host "
+    "passes its checks.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
-@click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
+@click.option(
+    "--volcano",
+    is_flag=True,
+    help="Print a Volcano job for Kubernetes that starts an agent in each pod; start nothing.",
+)
 @unverified_option
 def agent(**given: Any) -> None:
     """Train RECIPE on several nodes: start this command on each of them.

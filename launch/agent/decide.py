@@ -66,8 +66,8 @@ _EARLY = ("start", "compile", "first step")  # phases in their order; those of a
 
 @dataclass(frozen=True)
 class Began:
-    """A `Began` names the `host` that caused a failure, with the `end` of its part of the attempt; if `host` is None,
-    no host can be blamed, and `why` holds the reason.
+    """A `Began` names the `host` that caused a failure, with the record `end` of how its workers ended; if `host` is
+    None, no host can be blamed, and `why` holds the reason.
     """
 
     why: str
@@ -77,8 +77,8 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is a time by the disk's
-    clock.
+    """Return which host caused the end of a failed attempt; `attempt.plan` must exist. `now` is the present time by the
+    shared disk's clock, in seconds since 1970.
     """
     known = _of_all_hosts(attempt, now)
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
@@ -96,17 +96,15 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Return the hosts of the plan that no longer give a sign of life and have not written how their part of the
-    attempt ended.
-    """
+    """Return the hosts of the plan that no longer give a sign of life and have not written how their workers ended."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
 
 
 def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
-    """Return an end for each of the plan's hosts; a host that wrote none counts as lost if it is gone, and as told to
-    end if it is only slow.
+    """Return how the workers of each host of the plan ended. A host that has not written this counts as lost if it
+    gives no sign of life, and otherwise as a host that was asked to end its workers.
     """
     assert attempt.plan
     ends = {host: end for host, end in attempt.ends.items() if host in attempt.plan.hosts}
@@ -128,7 +126,7 @@ def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
 
 
 def _complains(end: End) -> bool:
-    """Return whether an end only speaks of other hosts."""
+    """Return whether an end only reports a failure on other hosts."""
     if end.cause == "hang":
         return end.rank is None
     told = end.code == -signal.SIGTERM or bool(_COMPLAINTS.search(end.message))
@@ -147,8 +145,8 @@ def is_sure(end: End) -> bool:
 
 
 def _time_of(attempt: Attempt, end: End) -> float:
-    """Return the time at which an end began: for a lost host the time of its last sign of life, for a host that only
-    stands still the time of its last step.
+    """Return the time at which the failure of a host began: of a lost host, the time of its last sign of life; of a
+    host whose workers hang, the time of their last step.
     """
     beat = attempt.beats.get(end.host)
     if beat is None or end.cause not in ("lost node", "hang"):
@@ -176,7 +174,9 @@ def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
 
 
 def _holding_up(known: dict[str, End]) -> Began:
-    """Return, of hosts that all wait, the one that has a stuck worker or that is behind all others."""
+    """Return, of several hosts that all wait, the host that has a stuck worker or whose progress is behind that of all
+    other hosts.
+    """
     stuck = [end for end in known.values() if end.rank is not None and end.outcome == "told to end"]
     if len(stuck) == 1:
         return Began(f"{stuck[0].host}: worker {stuck[0].rank} is stuck", stuck[0].host, stuck[0], "hang")
@@ -193,14 +193,12 @@ def _holding_up(known: dict[str, End]) -> Began:
 
 
 def _progress(end: End) -> tuple[int, int]:
-    """Return how far a host had come: (phase, step) as numbers that can be compared."""
+    """Return the progress of a host as numbers (phase, step), so that the progress of hosts can be compared."""
     return _EARLY.index(end.phase) if end.phase in _EARLY else len(_EARLY), end.step
 
 
 def words(end: End) -> str:
-    """Return a clause that says how a host's part of an attempt ended: on which host and worker, with what failure, and
-    in which phase.
-    """
+    """Return a clause that says how the workers of a host ended: the host, the worker, the failure, and the phase."""
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 
@@ -397,13 +395,15 @@ class _Failed:
         return gone | set(silent(self.attempt, self.now))
 
     def _keeps_failing(self) -> bool:
-        """Return whether one host of several began as many failures as a host may, without progress between them."""
+        """Return whether one host of several caused as many failures without progress between them as a host
+        may cause.
+        """
         own = [each for each in self.fruitless if each is self.attempt or _initiator(each) == self.began.host]
         return len(_plan(self.attempt).hosts) > 1 and len(own) >= self.rules.same_host
 
 
 def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]:
-    """Return what happens after some hosts were told to leave: the hosts that are left go on if they can."""
+    """Return what happens after some hosts were preempted: the remaining hosts continue if they can."""
     out = [end.host for end in ends if end.outcome == "preempted"]
     left = [host for host in [*plan.hosts, *plan.spares] if host not in out]
     why = f"{_names(ends, 'preempted')} had to leave the run"
@@ -449,7 +449,7 @@ def _spiked(attempt: Attempt) -> bool:
 
 
 def _newest_step(attempt: Attempt) -> int:
-    """Return the newest step that any host has made."""
+    """Return the newest step that any host has trained."""
     said = [*(end.step for end in attempt.ends.values()), *(beat.step for beat in attempt.beats.values())]
     return max(_plan(attempt).step, *said, 0)
 

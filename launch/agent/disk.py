@@ -219,8 +219,8 @@ class Disk:
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
-        """Return the answer of one call, made by the thread that may hang; calls of several threads are made one after
-        the other.
+        """Return the result of one file operation, which runs in a thread because it may hang; the operations of
+        several threads run one after another.
         """
         if not self._turn.acquire(timeout=max(0.0, until - self.ticks())):
             raise LostDiskError(f"{path}: the shared disk does not respond (an earlier call has not returned yet)")

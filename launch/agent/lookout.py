@@ -96,7 +96,7 @@ class Around:
         return others[0 if self.host in self.plan.hosts else sum(self.host.encode()) % len(others)]
 
     def _after_us(self) -> list[str]:
-        """Return the other hosts by rank, beginning with the host after this one and going round."""
+        """Return the other hosts by rank, beginning with the host after this one and continuing from rank 0."""
         hosts = self.plan.hosts
         place = hosts.index(self.host) + 1 if self.host in hosts else 0
         return [host for host in [*hosts[place:], *hosts[:place]] if host != self.host]
@@ -211,7 +211,9 @@ def place_of(said: bytes) -> Place | None:
 
 
 def _can_say_stacks(pid: int) -> bool:
-    """Return whether a process handles the signal that asks for its stacks; the signal would end any other process."""
+    """Return whether a process handles the signal that asks for its Python stacks; the signal would end any other
+    process.
+    """
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (ASK_STACKS - 1) & 1)
@@ -322,7 +324,9 @@ class Lookout(threading.Thread):
         return failure
 
     def _answer(self, failure: Failure) -> Failure:
-        """Say so where msrun's scheduler has lost workers of other hosts before one of ours failed."""
+        """Return the failure, with a message that also names the workers of other hosts that msrun's scheduler lost
+        before this node's worker failed.
+        """
         plan, own = self.around.plan, self.phases.ranks
         several = len(plan.hosts) > 1
         first = self.phases.logs.with_name("node_0") if several else self.phases.logs
@@ -333,8 +337,8 @@ class Lookout(threading.Thread):
         return replace(failure, message=f"{failure.message}; msrun's scheduler says that {names} timed out before it")
 
     def _own_fault(self, places: bool = True) -> Failure | None:
-        """Return the failure that keeps this node from going on, whatever other nodes do; `places`: ask its workers
-        where they are, too.
+        """Return the failure that keeps this node from going on, whatever happens on other nodes; None if there is
+        none. With `places`, also ask the workers for their innermost Python calls.
         """
         if lost := self.link.lost():
             return Failure(lost[0], self._log, cause="lost node")

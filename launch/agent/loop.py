@@ -106,7 +106,7 @@ class Agent:
                 raise
 
     def _sleep(self, seconds: float) -> None:
-        """Wait; raise Interrupted at a signal, also at one that came before."""
+        """Wait; raise Interrupted if a signal arrives or has arrived before."""
         until = time.monotonic() + seconds
         while True:
             if self.notices:
@@ -171,7 +171,7 @@ class Agent:
         return plan
 
     def _become_fit(self, number: int) -> None:
-        """Return once this node may take part again, or the others have made their plan without it."""
+        """Return when this node passes its checks, or when the other nodes have made their plan without it."""
         began, asked, said = time.monotonic(), -math.inf, ""
         while True:
             now = time.monotonic()
@@ -198,7 +198,9 @@ class Agent:
             self._sleep(BEAT)
 
     def _verdict(self, plan: Plan, limit: float | None = None) -> Verdict | None:
-        """Wait for the verdict, or give it; None when there is none after `limit` seconds."""
+        """Return the verdict, which this agent waits for or decides itself; None if there is no verdict after `limit`
+        seconds.
+        """
         earlier = history(self.job, plan.attempt)
         around = Around(self.meeting, plan, self.job.host)
         began = time.monotonic()

@@ -59,8 +59,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A `Watch` records for how long each observed value has not changed. `most` is the limit, in seconds, on the time
-    that one observation can add.
+    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
+    counts between two observations of a value.
 
     An observation after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says
     little about other hosts: the same cause may have delayed them, and they must get time to write. So an observation
@@ -191,7 +191,7 @@ class Meeting:
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Write the end of a host's part of the attempt, unless it was written before. If the part ended badly, also
+        """Write how the workers of a host ended, unless this was written before. If they ended with a failure, also
         write that the attempt is over.
         """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
@@ -200,12 +200,14 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how a host's part of the attempt ended; None if the host has not written its end."""
+        """Return how the workers of a host ended; None if the host has not written this yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
     def lost(self, number: int, host: str, why: str) -> None:
-        """Write, for a host that can no longer write, that its part has ended in the phase of its last sign of life."""
+        """Write, for a host that can no longer write, that its workers ended in the phase of the host's last sign of
+        life.
+        """
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
@@ -213,8 +215,8 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose part of the attempt was the first to end badly; None if no part ended badly. If the
-        file is broken, the result says that a part ended badly and that its host is not known.
+        """Return the host whose workers were the first to end with a failure; None if no host reported a failure. If
+        the file is broken, the result says that there was a failure and that its host is not known.
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None
@@ -268,7 +270,9 @@ class Meeting:
         return found
 
     def _chosen(self, number: int, what: str) -> bool:
-        """Give a sign of life, and look whether it is ours to do `what`; both only now and then."""
+        """Give a sign of life if one is due, and return whether this agent has the claim to do `what`; the claim is
+        checked only now and then.
+        """
         if self._due(number, "sign", SIGNS):
             self._say_there(number)
         return self._due(number, what, LOOKS) and self._claim(number, what).hold()
@@ -282,7 +286,7 @@ class Meeting:
         return self._claims[number, what]
 
     def _due(self, number: int, what: str, times: int) -> bool:
-        """Return whether something is due that this agent does `times` times within `lost_after` seconds."""
+        """Return whether a task is due that this agent does `times` times within `lost_after` seconds."""
         now = self.disk.ticks()
         if now < self._next.get((number, what), now):
             return False
@@ -312,8 +316,8 @@ class Meeting:
         return self._watch.unchanged((number, holder), sign, self.disk.now(folder_of(self.run_dir, number)))
 
     def _sign(self, number: int, holder: Holder) -> object:
-        """Return something that differs after each sign of life; None where another process took the host's place, or
-        left.
+        """Return a value that changes with each sign of life; None if another process has taken the host's place, or if
+        the host has left.
         """
         folder = folder_of(self.run_dir, number)
         there = self.disk.read(file_of(folder, THERE, holder.host))
@@ -330,7 +334,10 @@ class Meeting:
         found = self.disk.read(path)
         form = parse(found.text, kind) if found else None
         if found and form is None:
-            raise DataError(f"{path} is broken; move the folder of this attempt away, and start the agents again")
+            raise DataError(
+                f"{path} cannot be read, because its content is damaged; move the folder of this attempt "
+                f"away, and start the agents again"
+            )
         return form
 
 
@@ -343,7 +350,7 @@ def _left(there: Found | None) -> bool:
 
 
 def _content(text: str) -> dict[str, Any]:
-    """Return the mapping that a file holds; an empty one for a file that a host which went down has left broken."""
+    """Return the mapping that a file holds; an empty mapping if a host that crashed has left the file broken."""
     with suppress(ValueError):
         content = json.loads(text)
         if isinstance(content, dict):

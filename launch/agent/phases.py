@@ -100,7 +100,7 @@ def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class _Rank:
-    """A `_Rank` holds what was read of the files that one worker has written."""
+    """A `_Rank` holds the data that was read from the files of one worker."""
 
     rank: int
     metrics: Follower
@@ -146,7 +146,7 @@ class Phases:
         self.evaluated = -1
 
     def look(self) -> None:
-        """Read what the workers have written into their metrics since the last call."""
+        """Read the lines that the workers have appended to their metrics files since the last call."""
         before = [worker.step for worker in self._workers]
         for worker in self._workers:
             self._read(worker)
@@ -175,11 +175,15 @@ class Phases:
             worker.compiling = self._says_compiling(worker)
 
     def _own(self, follower: Follower) -> list[Mapping[str, Any]]:
-        """Return the new lines without those of a late worker: one of another attempt, on a host that was cut off."""
+        """Return the new lines without those of a late worker, which belongs to another attempt and runs on a host that
+        was cut off.
+        """
         return [each for each in follower.new_records() if each.get(OF) in (None, self.name)]
 
     def _says_compiling(self, worker: _Rank) -> bool:
-        """Read on in the log for MindFormers' words; the end of what was read is read again, for they may be cut."""
+        """Read the new part of the worker's log, and return whether it holds MindFormers' message about compiling; the
+        end of the part that was read before is read again, because the message may have been cut.
+        """
         try:
             with worker.log.open("rb") as file:
                 file.seek(worker.offset)
@@ -200,8 +204,8 @@ class Phases:
         return "end" if done else "first step" if self._growing() else "step"
 
     def _saving(self) -> bool:
-        """Return whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or
-        old ones are being removed for it: rank 0 does so, and all wait.
+        """Return whether a save is in progress: the checkpoint of the newest step is begun and a worker of this node
+        has not sealed its part, or rank 0 removes old checkpoints while all ranks wait.
         """
         saving = saving_folder(self.saves, self.name)
         folder = saving / f"iteration_{min(worker.step for worker in self._workers):08d}"
@@ -216,7 +220,7 @@ class Phases:
         return ramp.batch_at(step + 1) != ramp.batch_at(step)
 
     def _evaluating(self) -> bool:
-        """Return whether the held-out loss is due after the newest step and not on record."""
+        """Return whether the held-out loss is due after the newest step and not recorded yet."""
         settings = (self.recipe.get("plugins") or {}).get("held_out_loss")
         every = settings.get("every") if isinstance(settings, dict) else None
         for record in self._own(self.held_out):

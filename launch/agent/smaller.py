@@ -51,7 +51,7 @@ def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
 
 
 def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """Return how the run goes on with exactly `hosts` hosts, or why it cannot."""
+    """Return how the run continues with exactly `hosts` hosts, or the reason why it cannot."""
     view, workers = View(recipe), hosts * slots
     copy = view.tp * view.pp * view.cp
     if workers % copy:
@@ -79,7 +79,9 @@ def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
 
 
 def _raised(view: View) -> list[KeyPath]:
-    """Return the keys that can make fewer ranks take the same global batch, the best first."""
+    """Return the keys whose values can be raised so that fewer ranks train the same global batch, the best key
+    first.
+    """
     if view.parallel and view.pp > 1:
         return [_MICRO]
     return [_ACCUMULATION, _BATCH] if view.parallel and view.has(_ACCUMULATION) else [_BATCH]
@@ -92,7 +94,9 @@ def _words(view: View, hosts: int, dp: int, path: KeyPath, value: int) -> str:
 
 
 def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every key that states the data-parallel size or the batch of a rank: `path`, now `value`, and its like."""
+    """Yield (key path, new value) of every key that must change when the data-parallel size becomes `dp` and the key
+    `path` gets `value`.
+    """
     yield _DP, dp
     if not view.parallel and dp == 1:
         yield ("use_parallel",), False
@@ -113,7 +117,7 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
 
 
 def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:
-    """Return why the run cannot go on with `overrides`; "" if it can."""
+    """Return the reason why the run cannot continue with `overrides`; "" if it can."""
     try:
         after = apply_overrides(recipe, overrides)
     except RecipeError as error:

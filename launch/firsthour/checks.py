@@ -197,7 +197,9 @@ def _run(
     done: Mapping[str, Outcome],
     clock: Callable[[], float],
 ) -> Outcome:
-    """Return the outcome of a check; an error that a user can mend makes it unknown, with the error's words."""
+    """Return the outcome of a check; an error that the user can correct makes the outcome unknown, with the error's
+    message.
+    """
     began = clock()
     if function is None:
         return judged(check.name, [Finding("unknown", check.name, "nothing here can run this check")], {})
@@ -211,7 +213,9 @@ def _run(
 
 
 def _kept(state: Path, check: HourCheck) -> Outcome | None:
-    """Return what an earlier start found, if it need not be looked at again."""
+    """Return the outcome that an earlier call of the command has stored for a check; None if the check must run
+    again.
+    """
     path = state / f"{check.name}.json"
     if not path.is_file():
         return None

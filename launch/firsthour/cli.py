@@ -96,7 +96,7 @@ class Budget(click.ParamType):
     type=Budget(),
     default="60m",
     show_default=True,
-    help="Share this time out among all checks, such as 60m or 2h.",
+    help="Divide this time, such as 60m or 2h, among all checks.",
 )
 @click.option(
     "--simulate",
@@ -107,7 +107,8 @@ class Budget(click.ParamType):
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep the results of checks, and their runs, in this folder.  [default: output/firsthour/<folder>-<recipe>]",
+    help="Keep the results and the training runs of the checks in this folder.  [default: "
+    "output/firsthour/<folder>-<recipe>]",
 )
 @click.option(
     "--out",
@@ -116,7 +117,9 @@ class Budget(click.ParamType):
 )
 @click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle by digests.")
 @click.option(
-    "--force", is_flag=True, help="Delete the results of earlier starts and start over; replace the file of --out."
+    "--force",
+    is_flag=True,
+    help="Delete the results of earlier calls of this command and start over; also replace the file of --out.",
 )
 @click.option("--dry-run", is_flag=True, help="Print which commands each check would run, and start nothing.")
 @unverified_option
@@ -185,8 +188,8 @@ def firsthour_command(
 
 
 def _cluster_of(hour: Hour, simulate: Path | None) -> dict[str, str]:
-    """Return the facts that tell the cluster of this start from others: its nodes and devices, or the file that is
-    simulated and its digest.
+    """Return facts that distinguish the cluster of this call from other clusters: its nodes and devices, or the
+    simulated cluster's file and its digest.
     """
     if simulate is None:
         return {"nodes": shorten(hour.names), "devices": f"{hour.world} x {hour.device}", "simulated": "None"}
@@ -324,8 +327,8 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
     at = own.find("\n    status:\n", start)
     if at < 0:
         raise DataError(
-            f"{card}: recipes.{recipe.name}.status: a claim is added below a line that holds only `status:`; write the "
-            "entry's claims below such a line"
+            f"{card}: recipes.{recipe.name}.status: no line of this entry holds only `status:`, below which the "
+            f"claim would be added; write `status:` on a line of its own, and the entry's claims below that line"
         )
     at = own.index("\n", at + 1) + 1
     if not dry_run:
@@ -338,7 +341,11 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
 @firsthour.command("card")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Print the entry that the card would get, and write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the entry that this command would add to the recipe's card.yaml, and write nothing.",
+)
 def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
     """Add the measurements in BUNDLE to the model card of RECIPE's folder, as a claim.
 
@@ -347,7 +354,8 @@ def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
     found = read_bundle(bundle, recipe)
     if found.manifest.verdict == NO_GO:
         raise ClusterError(
-            f"{bundle}: the verdict of this bundle is no go, and only a go can be written into a card; solve the "
+            f"{bundle}: the verdict of this bundle is `no go`, but a card can get only a claim with the verdict "
+            f"`go`; solve the "
             "problems that `tc3 firsthour read` lists, and measure again"
         )
     claim = write_claim(found, recipe, dry_run)

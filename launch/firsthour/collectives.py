@@ -68,7 +68,9 @@ def words_of(row: Mapping[str, Any]) -> str:
 def command_of(
     folder: Path, workers: int, local: int, node: int = 0, master: str = MASTER, port: int = PORT
 ) -> list[str]:
-    """Return the msrun command that measures the plan in `folder` on one node with `local` of all `workers`."""
+    """Return the msrun command that measures the plan in `folder` with `local` workers on one node, out of `workers`
+    workers on all nodes.
+    """
     return [
         str(msrun_of()), f"--worker_num={workers}", f"--local_worker_num={local}", f"--node_rank={node}",
         f"--master_addr={master}", f"--master_port={port}", "--join=True", f"--log_dir={folder / f'logs_{node}'}",
@@ -131,7 +133,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
 
 
 def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return for each group the seconds of each round: those of its slowest rank."""
+    """Return for each group the seconds of each round on the slowest rank of the group."""
     return [[max(times) for times in zip(*(ranks[rank] for rank in group), strict=True)] for group in groups]
 
 
@@ -172,7 +174,7 @@ def _slow_groups(
 
 
 def _as_predicted(row: Mapping[str, Any], place: str) -> Finding:
-    """Return the finding about groups of which none is slower than the others."""
+    """Return the finding about groups none of which is slower than the other groups."""
     took = min(median(rounds) for rounds in row["seconds"])
     words = f"{row['operator']} of {row['bytes'] / 1e6:,.1f} MB took {1e3 * took:.3g} ms"
     words += f" in the fastest group of {len(row['groups'])}"

@@ -152,7 +152,7 @@ class Hour:
     # The checks of hosts and devices.
 
     def _asked(self, check: str, seconds: float) -> dict[str, Answer]:
-        """Return what tc3 doctor says on every node."""
+        """Return the report of tc3 doctor from every node."""
         words = self.commands()[check][0]
         if self.nodes:
             own = [word for word in words[2:] if word not in ("--nodes", str(self.nodes), "--json")]
@@ -219,7 +219,9 @@ class Hour:
     def _operators(
         self, words: Sequence[str], chosen: Mapping[str, str], seconds: float
     ) -> Mapping[str, dict[str, Any] | Trouble]:  # fmt: skip
-        """Return host -> what tc3 accuracy ops prints there, with `chosen` in its environment."""
+        """Return a dictionary host -> output of tc3 accuracy ops on this host, with the variables `chosen` in its
+        environment.
+        """
         if not self.nodes:
             return {self.names[0]: ask(words, seconds, env={**os.environ, **chosen})}
         argv_ = ["env", *(f"{name}={value}" for name, value in chosen.items()), *argv(words)]

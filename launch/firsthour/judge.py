@@ -112,13 +112,13 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
 
 
 def _device(who: str) -> int | None:
-    """Return the number of the worker in the doctor's words "worker 3" or "worker 3 to worker 5"."""
+    """Return the number of the worker in a text of tc3 doctor such as "worker 3" or "worker 3 to worker 5"."""
     words = who.split()
     return int(words[1]) if len(words) > 1 and words[0] == "worker" and words[1].isdigit() else None
 
 
 def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
-    """Return devices with less memory than most have."""
+    """Return findings about devices with less memory than most devices have."""
     memory = {(host, int(device)): int(size) for host, device, size in rows}
     if not memory:
         words = "no device tells how much memory it has"
@@ -137,8 +137,8 @@ def _memories(rows: Iterable[Sequence[Any]]) -> list[Finding]:
 
 
 def _links(rows: Sequence[Mapping[str, Any]], on_cores: bool) -> list[Finding]:
-    """Return ports that are slow on every link, then single links that are slow; inside nodes and between nodes
-    apart.
+    """Return findings about ports that are slow on every link, and then about single slow links; links inside nodes and
+    links between nodes are judged separately.
     """
     found: list[Finding] = []
     for inside in (True, False):
@@ -220,8 +220,8 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return hosts whose own golden results differ from the shipped ones, so that their devices were judged by wrong
-    ones.
+    """Return findings about hosts whose own golden results differ from the stored ones, because their devices were
+    judged by wrong results.
     """
     hosts = {row["host"]: row["shipped"] for row in rows if row["shipped"]}
     found = []

@@ -171,7 +171,8 @@ class NpuHour(Hour):
         return judge_curves(rows), {"rows": rows}
 
     def _across(self, count: int, words: Sequence[str], run: str, seconds: float) -> None:
-        """Train `count` devices on several nodes: on each the script that tc3 train --script prints.
+        """Train a small recipe on `count` devices of several nodes: run on each node the script that tc3 train --script
+        prints.
 
         Raises:
             ClusterError: a node did not finish; the first such node is named.

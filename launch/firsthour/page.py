@@ -80,7 +80,7 @@ def _row(check: str, item: Finding) -> tuple[str | Cell, ...]:
 
 
 def _step(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the measured seconds of each term beside the predicted ones, before and after the calibration."""
+    """Return a table of the measured and the predicted seconds of each term, before and after the calibration."""
     seen: Mapping[str, Mapping[str, float]] = next((one.evidence for one in outcomes if one.check == "stage"), {})
     if not seen:
         return []
@@ -100,7 +100,9 @@ def _step(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _groups(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the collectives of the recipe's groups: the fastest group's usual seconds beside the predicted ones."""
+    """Return a table of the collectives of the recipe's groups: the usual seconds of the fastest group, and the
+    predicted seconds.
+    """
     seen = next((one.evidence for one in outcomes if one.check == "collectives"), {})
     rows = [
         (

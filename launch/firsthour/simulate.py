@@ -170,7 +170,9 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     ends = {"node": defect["node"]}
     if "to" in defect:
         if not isinstance(defect["to"], list) or len(defect["to"]) != 2:
-            raise ClusterError(f"{place}.to: {defect['to']!r} must be the other end, as [node, device]")
+            raise ClusterError(
+                f"{place}.to: {defect['to']!r} must be the other end of the link, written as [node, device]"
+            )
         ends["to[0]"] = defect["to"][0]
         _check_numbers(f"{place}.", {"to[1]": defect["to"][1]}, {"to[1]": device})
     for key, node in ends.items():

@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Return the name of the variant's run; one run has the recipe's own values of all keys."""
+        """Return the name of the variant's training run; variants with the recipe's own value share the run "own"."""
         return "own" if self.own else f"{self.path[-1]}_{self.value}".lower()
 
     @property

@@ -88,7 +88,9 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """Return the newest complete checkpoint of a run, wherever it saves; its folder may have moved since."""
+    """Return the newest complete checkpoint of a run, in whichever folder the run saves; the run's folder may have
+    moved since.
+    """
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
     for root in roots:
@@ -101,7 +103,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _recipe_beside(weights: Path) -> Path:
-    """Return RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
+    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
         raise RecipeError(
@@ -194,11 +196,11 @@ class Text:
     help="Generate at most this many tokens for each prompt.",
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
-@click.option("--top-k", type=Number("top_k"), help="Draw each token only from the K likeliest ones.")
+@click.option("--top-k", type=Number("top_k"), help="Draw each token only from this many likeliest tokens.")
 @click.option(
     "--top-p",
     type=Number("top_p"),
-    help="Draw each token only from the likeliest ones whose probabilities together reach this number.",
+    help="Draw each token only from the smallest set of likeliest tokens whose probabilities add up to this number.",
 )
 @click.option(
     "--seed",
@@ -329,7 +331,7 @@ class Voice:
 
 
 def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:
-    """Print which weights and settings made the texts on stderr, or everything as JSON."""
+    """Print on stderr which weights and settings made the texts, or print all results as JSON."""
     if as_json:
         drawn = {**asdict(how), "seed": seed} if how else None
         made: dict[str, Any] = {"checkpoint": str(chosen.weights), "step": chosen.source.step, "sampling": drawn}

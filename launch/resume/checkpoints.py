@@ -232,10 +232,10 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
     held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
     if held != taken or (held and old != new):
         raise CheckpointError(
-            f"{checkpoint.path}: the checkpoint holds a sum of {held:,} of the weights that PmaAdamW averages "
-            f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but the recipe would go on as if these "
-            f"were {taken:,} of {new[0]:,} (interleave_step {new[1]:,}), and replace the weights by something else "
-            "than their average; keep the optimizer's settings and the global batch, or start a new run from the "
+            f"{checkpoint.path}: the checkpoint holds PmaAdamW's sum of {held:,} sets of weights "
+            f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but with this recipe PmaAdamW would take "
+            f"it for a sum of {taken:,} of {new[0]:,} sets (interleave_step {new[1]:,}) and compute a wrong average; "
+            f"keep the optimizer's settings and the global batch, or start a new run from the "
             f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 
@@ -290,8 +290,9 @@ def clear_save_path(root: Path) -> None:
 
 
 def take_stock(run_dir: Path, root: Path) -> None:
-    """Put complete saves of ended attempts in their places (`adopt`), and then set aside again what the newest branch
-    of the run in `run_dir` has left behind. Whoever looks for the newest checkpoint calls this first.
+    """Move complete checkpoints of ended attempts into `root` (`adopt`), and then rename again the checkpoints that the
+    run in `run_dir` abandoned when it last went back to an older checkpoint. Call this function before looking for the
+    newest checkpoint.
 
     A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
     back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.
@@ -308,7 +309,8 @@ def take_stock(run_dir: Path, root: Path) -> None:
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
-    """Set aside the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on.
+    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on, so
+    that no resume finds them.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
     of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they

@@ -169,7 +169,9 @@ def tokenizer_folders(recipe: Recipe) -> list[str]:
 
 
 def _tokenizers(recipe: Recipe) -> list[str]:
-    """Return what each tokenizer folder says about ids; hidden files and the model's are not part."""
+    """Return the paths of the files in the tokenizer folders that determine token ids; hidden files and files of the
+    model are left out.
+    """
     files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
     return [str(file) for file in files if file.is_file()]
 
@@ -448,7 +450,9 @@ def _changed_skips(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
 
 
 def _changed_samples(before: Recipe, after: Recipe, done: int) -> Iterator[str]:
-    """Yield a message if another number of samples changes how they are shuffled, or where a pass over them ends."""
+    """Yield a message if another number of samples changes the order of shuffled samples, or the end of a pass over
+    them.
+    """
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
     old, new = (view.samples for view in views)

@@ -47,7 +47,7 @@ from tools.weights.hugging_face_names import table
 _LISTED = 3  # tensors in a message
 _HOW_TO_BEGIN = (
     "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
-    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
+    'checkpoint) or a folder that tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
 )
 Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 
@@ -98,8 +98,8 @@ def _shapes_in(stored: Stored) -> Shapes:
 
 
 def _shapes_of(recipe: Recipe) -> Shapes | None:
-    """Return the weights that MindFormers gives the recipe's model, and the routers' biases; None where that is not
-    known.
+    """Return the shapes of the weights that MindFormers gives the recipe's model, and the routers' biases; None if they
+    are not known.
     """
     try:
         fields = convert(View(recipe), load_schema()).fields
@@ -116,7 +116,9 @@ def _shapes_of(recipe: Recipe) -> Shapes | None:
 
 
 def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
-    """Compare weights by name and shape; of the balance of routers, only that it is there."""
+    """Raise CheckpointError if weights differ in name or shape; of the routers' biases, only their existence is
+    compared.
+    """
     wrong = [
         f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
         for name, shape in wanted.items()

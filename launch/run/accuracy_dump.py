@@ -119,7 +119,7 @@ def dumped_bytes(out: Path) -> int:
 
 
 def _clear(out: Path, new: bool) -> None:
-    """Remove what an interrupted dump left; the folder too if it was not there before."""
+    """Remove the files that an interrupted dump has left, and the dump's folder if this command has made it."""
     for path in out.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if new:

@@ -113,7 +113,7 @@ def _text(found: Any) -> str:
 
 
 def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every leaf that may be seen in the graph; empty mappings are leaves."""
+    """Yield (dotted key, value) of every leaf of the recipe that may affect the graph; empty mappings are leaves."""
     if path in NOT_IN_THE_GRAPH:
         return
     if isinstance(value, Mapping) and value:
@@ -132,7 +132,7 @@ def _files_of_tokenizers(recipe: Recipe) -> list[Path]:
 
 
 def _files_named(value: Any) -> Iterator[str]:
-    """Yield files that the recipe names: a table or a placement may decide what is computed."""
+    """Yield the files that the recipe names, such as a table or a placement that may change the computation."""
     if isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _files_named(each)

@@ -66,7 +66,7 @@ class Asked:
 
     @cached_property
     def size(self) -> Size:
-        """Return the size at which the recipe is trained; raise UsageError if the options do not go together."""
+        """Return the size at which the recipe is trained; raise UsageError if the options contradict each other."""
         return Size.chosen(self.mini, self.parallel, self.workers)
 
     def refuse_conflicts(self) -> None:
@@ -141,7 +141,9 @@ class Asked:
 )
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
 @unverified_option
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, everything else on stderr.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and everything else on stderr."
+)
 def train(**given: Any) -> None:
     """Train RECIPE under msrun, and watch its workers until the end.
 
@@ -190,8 +192,8 @@ def train(**given: Any) -> None:
 
 
 def _job(asked: Asked, recipe: Recipe, run_dir: Path) -> Job:
-    """Return what the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it
-    skips.
+    """Return the job of the agent of this single host, with the checkpoint from which the run continues; the samples
+    that the run leaves out are added to `recipe` in place.
     """
     resume = asked.resume
     data.apply_ledger(recipe, run_dir)
@@ -243,7 +245,9 @@ def checks(
 
 
 def _dry_run(asked: Asked, flat: Recipe, run_dir: Path) -> None:
-    """Print the argv; what would stop the run here goes to stderr and does not stop the dry run."""
+    """Print msrun's argv; errors that would prevent the run on this host are printed on stderr and do not end the dry
+    run.
+    """
     job = _job(replace(asked, restarts=0), flat, run_dir)
     command = command_of(job, make_plan(job, 0 if asked.force else job.first, job.hosts))
     for sentence in command.cores.said:
@@ -285,7 +289,7 @@ def _script(asked: Asked) -> None:
 
 
 def _run(job: Job, as_json: bool) -> Outcome:
-    """Say what starts, start it, show its progress."""
+    """Print what the run trains, start the run, and show its progress."""
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, soft_wrap=True)
     workers = f"{job.slots} worker{'s' * (job.slots > 1)}"
@@ -300,7 +304,7 @@ def _run(job: Job, as_json: bool) -> Outcome:
 
 
 def _report(asked: Asked, job: Job, outcome: Outcome) -> None:
-    """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
+    """Print the result of the run: the result on stdout (as JSON or as lines), the details of a failure on stderr."""
     begin, usual = ["tc3", "train", str(asked.recipe), *asked.size.words()], asked.size.run_dir(asked.recipe).absolute()
     resume_command = partial(words_to_go_on, begin, asked.overrides, job.run_dir, job.run_dir != usual, job.recipe)
     summary = summarize(job.run_dir, job.recipe, outcome, resume_command, asked.steps)

@@ -179,7 +179,7 @@ def prepare(
 def _prepare(
     recipe: Recipe, run_dir: Path, attempt: Path, world: int, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> CompileCache:
-    """Return what `prepare` returns, as far as this node can tell by itself."""
+    """Return the result of `prepare` for this node, without asking the other nodes."""
     if why := unfit(recipe, environ):
         return CompileCache(f"no compile cache: {why}")
     own = attempt / "compile_cache"
@@ -209,7 +209,8 @@ def root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
-    """Copy the ranks of this node; False, and none, unless all ranks of the world are there and these are whole.
+    """Copy the graphs of this node's ranks from the cache, and return True; copy nothing and return False unless the
+    graphs of all ranks of the run are there and those of this node are undamaged.
 
     If some ranks loaded and others compiled, they might not run the same operations in the same order.
     """
@@ -224,14 +225,14 @@ def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
 
 
 def _empty(own: Path, ranks: Sequence[int]) -> None:
-    """Remove what was copied for these ranks, and make room for what they write."""
+    """Remove the files that were copied for these ranks, and make empty folders into which the ranks write."""
     for rank in ranks:
         _remove(own / f"rank_{rank}")
         (own / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
 
 
 def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Callable[[], object]) -> bool:
-    """Return whether all nodes of an attempt load, and from one key; each node gets the same answer.
+    """Return whether all nodes of an attempt load their graphs from one key; each node gets the same answer.
 
     Each node writes the key that it `can` load ("": none) into `folder`. The first node answers when all have written;
     any node answers that cannot load, or that has waited for `AGREE` seconds. The first published answer is valid.
@@ -264,14 +265,14 @@ def _votes(folder: Path, firsts: Sequence[int]) -> set[str] | None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file, whole, in the place of what stood there."""
+    """Write a file completely, in place of an existing one."""
     part = path.with_name(f".{path.name}")
     part.write_text(text, encoding="utf-8")
     return part.replace(path)
 
 
 def _copy(source: Path, target: Path) -> bool:
-    """Copy the files of a sealed folder; False when one is not what was sealed."""
+    """Copy the files of a sealed folder; return False if a file differs from its recorded checksum."""
     sealed = _sealed(source)
     try:
         for name, digest in sealed.items():
@@ -285,7 +286,8 @@ def _copy(source: Path, target: Path) -> bool:
 
 
 def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
-    """Put what MindSpore has written for a rank in the key's folder, sealed, whole or not at all.
+    """Store the files that MindSpore has written for a rank in the key's folder, with a seal (recorded checksums),
+    completely or not at all.
 
     Raises:
         OSError, DataError: the disk is full, or does not let us.
@@ -323,8 +325,8 @@ def _sealed(folder: Path) -> Any:
 
 
 def _remove_old(used: Path) -> None:
-    """Remove all keys but the `KEPT` that were used last, of which `used` is one: a clock that was set back may have
-    given others later times. Other folders are not ours.
+    """Remove all keys except the `KEPT` that were used last and the key `used`: if a clock was set back, other keys may
+    have later times. Folders that are not keys are not removed.
     """
     keys = [path.parent for path in used.parent.glob(f"*/{PARTS}") if path.parent.name != used.name]
     for key in sorted(keys, key=lambda path: path.stat().st_mtime)[: -(KEPT - 1)]:

@@ -48,7 +48,7 @@ class Size:
 
     @classmethod
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
-        """Return the size that the options ask for; raise click.UsageError if they do not go together."""
+        """Return the size that the options ask for; raise click.UsageError if the options contradict each other."""
         if parallel and not mini:
             raise click.UsageError("--parallel works only with --mini: add --mini")
         if workers is not None and not parallel:
@@ -61,8 +61,8 @@ class Size:
 
     def run_dir(self, recipe: Path) -> Path:
         """Return the default folder of a run, ``output/<recipe's folder>-<recipe>`` below the working folder; for a
-        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. A run's own ``recipe.yaml``
-        goes on in the folder of that run.
+        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. For the ``recipe.yaml`` in the
+        folder of a run, return that folder.
         """
         if not self.mini and is_of_run(recipe):
             return recipe.absolute().parent
@@ -160,7 +160,7 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     view = View(recipe)
     if not _takes_steps(view):
         raise RecipeError(
-            f"{recipe.source}: --steps cannot work, because the recipe lacks a key that it needs: add "
+            f"{recipe.source}: --steps cannot work, because the recipe lacks a key that --steps needs: add "
             "runner_config.batch_size and train_dataset.data_loader.sizes (for HFDataLoader: a last handler of type "
             "`take`), or leave --steps out"
         )
@@ -177,7 +177,9 @@ def _takes_steps(view: View) -> bool:
 
 
 def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
-    """Return the overrides of the keys that say how many steps a run has; the samples are the first."""
+    """Return the overrides of the keys that determine the number of steps of a run; the override of the number of
+    samples comes first.
+    """
     found = [f"{dotted(view.samples_key or ())}={view.ramp.samples_until(steps)}"]
     if view.number((*RUNNER, "epochs"), 1) > 1:
         found.append("runner_config.epochs=1")
@@ -205,7 +207,7 @@ def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> lis
 
 
 def _places(recipe: Recipe, name: str) -> list[str]:
-    """Return the dotted names of the values that are one with that of `name` through anchors, its own included."""
+    """Return the dotted names of all keys that share the value of `name` through anchors, including `name` itself."""
     path = tuple(int(word) if word.isdigit() else word for word in name.split("."))
     wholes = [(path[:end], path[end:]) for end in range(1, len(path) + 1)]
     return [dotted((*place, *rest)) for whole, rest in wholes for place in shared_paths(recipe, whole)]
@@ -283,7 +285,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
 
 
 def _conversation_handler(view: View) -> dict[str, Any] | None:
-    """Return the handler that makes conversations, with the number of its place, where its samples can be counted."""
+    """Return the handler that makes conversations, and its index, if its samples can be counted."""
     handlers = view.get(("train_dataset", "data_loader", "handler"))
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
         return None
@@ -295,7 +297,7 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
 
 
 def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise DataError where the held-out conversations make fewer samples than are asked for, or than a step."""
+    """Raise DataError if the held-out conversations make fewer samples than the recipe asks for, or than a step has."""
     file = Path(settings["data_path"])
     made = count_samples([(f"{HELD_OUT}.data_path", file)], handler["seq_length"], tokenizer)
     if made is None:

@@ -115,7 +115,7 @@ def telling_lines(lines: list[str]) -> list[str]:
 
 
 def _calls(lines: list[str]) -> list[str]:
-    """Return, of the calls of a traceback, the last one outside installed packages and the innermost ones."""
+    """Return the last call of a traceback outside installed packages, and the innermost calls."""
     begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")]
     calls = [lines[begin:end] for begin, end in pairwise([*begins, len(lines)])]
     own = [number for number, call in enumerate(calls) if "site-packages" not in call[0]][-1:]

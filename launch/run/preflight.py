@@ -137,7 +137,9 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
 
 
 def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
-    """Compare what `tc3 data prepare` noted of the tokenizers of (key, prefix); data of other tools is not known."""
+    """Compare the tokenizers that `tc3 data prepare` recorded for each (key, prefix); data of other programs has no
+    such record and is not compared.
+    """
     known = [(key, prefix, mark) for key, prefix in datasets if (mark := _fingerprint(prefix))]
     for key, prefix, mark in known[1:]:
         _, first, wanted = known[0]
@@ -174,8 +176,8 @@ def data_prefixes(data_path: Any) -> list[str]:
 
 
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
-    """Return the `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on
-    it.
+    """Return the `tc3 data prepare` command that makes a prefix; a prefix called `stdlib` is made from Python's
+    standard library.
     """
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
     own = os.path.normpath(f"{prefix}_heldout") in map(os.path.normpath, held_out(recipe))
@@ -184,8 +186,8 @@ def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
 
 
 def _hold_out(prefix: str, training: list[str], recipe: Mapping[str, Any]) -> str:
-    """Return the command that makes a held-out prefix, with the training data or from other text, or how to train
-    without it.
+    """Return the command that makes a held-out prefix together with the training data or from other text, or advice on
+    how to train without held-out data.
     """
     if prefix.endswith("_heldout"):
         make = _prepare(prefix.removesuffix("_heldout"), recipe)
@@ -261,7 +263,7 @@ def clear_run_dir(run_dir: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder, or all that is in it but its lock."""
+    """Remove a folder, or all files in it except its lock."""
     if not (folder / LOCK).exists():
         shutil.rmtree(folder)
         return

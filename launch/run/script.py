@@ -75,7 +75,7 @@ def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path
 
 
 def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> Iterator[tuple[str, str]]:
-    """Yield (what it is, path), in the order of a launch."""
+    """Yield pairs (description, path), in the order in which a launch reads the paths."""
     view = View(recipe)
     yield "the recipe", str(recipe_file.absolute())
     if run_dir:
@@ -92,8 +92,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Make the checks that are the same for all workers, and return a function that makes the checks of the worker
-    whose rank it gets.
+    """Make the checks that are the same for all workers, and return a function that makes the checks of one worker,
+    given its rank.
 
     The other checks wait until all ranks are connected, because they may fail on only some ranks: each rank reads its
     share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order
@@ -230,7 +230,7 @@ def one_line(command: Sequence[str]) -> str:
 
 
 def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
-    """Return what the script is and how it is started."""
+    """Return comments that say what the script does and how to start it."""
     settings = [word for setting in launch.settings for word in ("--set", setting)]
     command = ["tc3", "train", launch.recipe, *settings, "--script"]
     command += ["--nodes", cluster.source] * bool(cluster.source) + ["--no-bind"] * (not launch.bind)
@@ -253,7 +253,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
 
 
 def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cluster, port: int) -> list[str]:
-    """Return the assignments that set this script apart from others."""
+    """Return the assignments of the values that differ between scripts."""
     settings = [f"{INDENT}--set {shlex.quote(setting)}" for setting in launch.settings]
     lines = [
         f"RECIPE={shlex.quote(launch.recipe)}",
@@ -289,8 +289,8 @@ def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _hosts(cluster: Cluster) -> list[str]:
-    """Return the list of nodes by rank, and whether Slurm's own names replace it, which is so if the user would have to
-    edit the list.
+    """Return the list of nodes by rank, and whether Slurm's own list of nodes replaces it, which is the case if the
+    user would otherwise have to edit the list.
     """
     if cluster.nodes == 1:
         return [f"HOSTS=({cluster.names})", "HOSTS_OF_SLURM=no"]

@@ -89,7 +89,7 @@ class TrainingProgress:
             )
 
     def _say_something(self) -> None:
-        """Print a line that shows that the run goes on, or for how long it has made no step."""
+        """Print a line that says that the run goes on, or for how long it has trained no step."""
         if self.readings.steps:
             self._print_step(self.readings.last)
         else:
@@ -121,7 +121,7 @@ def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
 ) -> Path:
     """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
-    losses); if there are several corpora, each has a line of its own.
+    losses); if there are several corpora, each has a separate line.
 
     Matplotlib is imported only here; its Agg backend needs no display. The function returns `out_path`.
     """
@@ -209,7 +209,7 @@ def summarize(
 
 
 def _evaluated(losses: Sequence[float]) -> dict[str, float | None]:
-    """Return what the summary says of the held-out losses of all evaluations."""
+    """Return the summary's values about the held-out losses of all evaluations."""
     return {
         "first_held_out_loss": _finite(losses[0]) if losses else None,
         "final_held_out_loss": _finite(losses[-1]) if losses else None,
@@ -233,7 +233,7 @@ def words_to_go_on(
     steps: int | None = None,
 ) -> list[str]:
     """Return the command that continues a run, or that starts a new run from `weights`, with `--steps` if `steps` is
-    not None; it has no override that contradicts this option.
+    not None; the command contains no override that contradicts `--steps`.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
@@ -253,7 +253,9 @@ def words_to_go_on(
 
 
 def _saving_elsewhere(override: str) -> str:
-    """Return an override for a new run, which is refused where it would save among the checkpoints of this one."""
+    """Return an override for a new run that gives it another folder for checkpoints, because a run that would save
+    among the checkpoints of this run is refused.
+    """
     key, _, folder = override.partition("=")
     name = folder.strip().strip("'\"")
     if key.strip() != SAVE_PATH or name in ("", "null", "~"):
@@ -305,7 +307,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def _fall(evaluated: Mapping[str, Any]) -> str:
-    """Return in words from which loss to which the run went, and the perplexity at the end."""
+    """Return in words the first and the last loss of the run, and the perplexity at its end."""
     return f"{_loss(evaluated['first_held_out_loss'])} -> {loss_in_words(evaluated['final_held_out_loss'])}"
 
 

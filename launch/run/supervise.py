@@ -77,7 +77,7 @@ class Family:
                 self._identify(process)
 
     def _identify(self, process: psutil.Process) -> None:
-        """Note a worker or the scheduler: a child of msrun with its role in the environment."""
+        """Record the role of a child of msrun, which its environment states: a worker or the scheduler."""
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             if process.ppid() != self.root:
                 return
@@ -132,7 +132,7 @@ class Family:
         return [process.pid for process in left]
 
     def _reap(self) -> None:
-        """Collect the exit status of orphans that have become our children."""
+        """Collect the exit status of orphans that have become children of this process."""
         for pid in self.seen:
             if pid != self.root:  # its owner waits for it
                 with contextlib.suppress(ChildProcessError):
@@ -148,8 +148,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a zombie that its parent has not collected yet, negative for a signal; None when it is
-    gone.
+    """Return the exit code of a zombie that its parent has not collected yet, negative for a signal; None if the
+    process is gone.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -222,8 +222,8 @@ def supervise(
 
 
 def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
-    """Return a key by which the failure to show is the largest of several; a worker that lost another worker ranks
-    below the lost one.
+    """Return a sort key that is largest for the failure to show; a worker that lost the connection to another worker
+    ranks below that worker.
     """
     killed = failure.code is not None and failure.code < 0
     lost = any(words in failure.message for words in (OUT_OF_REACH, CLOSED))
@@ -279,7 +279,9 @@ class _Watch:
             self.family.scan()
 
     def _failure(self, ended: list[Member]) -> Failure | None:
-        """Return the failure of the first worker that ended badly; of several at once the one whose log tells most."""
+        """Return the failure of the first worker that ended with an error; if several ended at once, the failure with
+        the most informative log.
+        """
         logged = self._ask_msrun(ended)
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: (log.stat().st_mtime, log.name))
@@ -317,7 +319,7 @@ class _Watch:
         return logged
 
     def _msrun_failed(self) -> Failure | None:
-        """Return a failure if msrun itself has ended badly, or while workers still run."""
+        """Return a failure if msrun itself has ended with an error, or has ended while workers still run."""
         code = self.root.poll()
         if code is None or (code == 0 and not self._running()):
             return None
@@ -327,8 +329,8 @@ class _Watch:
         return self._from_log("msrun.log", f"msrun ended with code {code}")
 
     def _straggling(self) -> Failure | None:
-        """Return a failure if some workers have finished and the others show no sign of life, because these wait for
-        the finished ones.
+        """Return a failure if some workers have finished and the remaining workers show no sign of life, because they
+        wait for the finished ones.
         """
         running = self._running()
         done = [member for member in self.family.workers() if member.ended]
@@ -345,7 +347,7 @@ class _Watch:
         return Failure(message, self._log(done[0]), tuple(telling_lines(last_lines(self._log(done[0])))))
 
     def _sign(self) -> object:
-        """Return something that differs after each write to a log or a metrics file.
+        """Return a value that changes with each write to a log or a metrics file.
 
         Times of files come from a file server, whose clock may be hours off, so they are compared only with each other.
         """
@@ -362,7 +364,7 @@ class _Watch:
         return time.monotonic() - self.all_done > FINISH
 
     def _running(self) -> list[Member]:
-        """Return the workers that have not ended, after looking again."""
+        """Return the workers that have not ended, after a new look at the processes."""
         return [member for member in self.family.workers() if not (member.ended or has_ended(member.process))]
 
     def _log(self, member: Member) -> Path:

@@ -70,7 +70,9 @@ def enable(config, settings) -> None:
 
 
 def _switch_to_pynative() -> None:
-    """Call it after the CPU backend's check, which refuses PyNative because it is slow: a dump wants it."""
+    """Switch the recipe to PyNative mode, in which a dump is made; call this function after the CPU backend's check,
+    which refuses PyNative mode because it is slow.
+    """
     import mindspore as ms
 
     from plugins.cpu_backend.pynative import stand_ins

@@ -58,7 +58,7 @@ def call_of(row: Mapping[str, Any], ranks: Sequence[int], rank: int, name: str) 
 
 
 def _nothing() -> None:
-    """Do nothing, as a rank outside all groups does."""
+    """Do nothing; this function replaces the collective on a rank outside all groups."""
 
 
 def measure(plan: Mapping[str, Any], rank: int) -> list[list[float]]:

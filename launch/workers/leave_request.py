@@ -115,7 +115,8 @@ def saved_at(attempt: Path) -> int | None:
 
 
 def _began(attempt: Path) -> Path:
-    """Return a file that this host has touched when its part began: its time and that of its metrics are by one clock.
+    """Return the path of a file that this host writes when its workers start: the times of this file and of the metrics
+    come from the same clock.
 
     Some disks (Lustre, GPFS) take the times of files from the host that writes.
     """
@@ -123,8 +124,8 @@ def _began(attempt: Path) -> Path:
 
 
 def _publish(path: Path, text: str) -> str:
-    """Write a file completely unless it exists, and return its content. Whoever dies here has claimed nothing, or all
-    that others need to know.
+    """Write a file completely unless it exists, and return its content. If this process dies in the meantime, the file
+    does not exist or is complete.
     """
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -137,8 +138,8 @@ def _publish(path: Path, text: str) -> str:
 
 
 def _ahead(since: float, seconds: float, every: float) -> int:
-    """Return how many steps after the newest known step lies the first step that cannot have ended `AHEAD` seconds from
-    now.
+    """Return the distance in steps between the newest known step and the first step that will not have ended `AHEAD`
+    seconds from now.
 
     However long ago the newest known step ended, the step whose record comes next cannot have ended yet: a step may
     take long, such as the first one of a larger batch, which compiles.

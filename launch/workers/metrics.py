@@ -143,8 +143,8 @@ class RecordingLossMonitor(MFLossMonitor):
         return None if METRICS[1] in self.undefined and number is not None and math.isnan(number) else number
 
     def _cpu_seconds(self):
-        """Return processor time of this worker since the last record: without what it waited for others, or for a
-        core.
+        """Return the processor time of this worker since the last record, without the time in which it waited for other
+        ranks or for a core.
         """
         before, self.cpu_before = self.cpu_before, time.process_time()
         return self.cpu_before - before
@@ -162,14 +162,14 @@ def software() -> dict[str, str]:
 
 
 def _held_bytes(network):
-    """Return bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
+    """Return the bytes of this rank's parameters in memory, by kind, which `tc3 dryrun` predicts."""
     kinds = kinds_of(network)
     return added({kinds[item.name]: item.nbytes} for item in network.get_parameters())
 
 
 def _samples(columns, batch):
-    """Return digests of the rows that this rank was given, by column; None in sink mode, where the data pass by
-    Python.
+    """Return digests of the samples that this rank got, by column; None in sink mode, where the data do not pass
+    through Python.
     """
     if not isinstance(batch, (list, tuple)) or not batch or not all(hasattr(each, "asnumpy") for each in batch):
         return None

@@ -109,7 +109,7 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
 
 
 def _lightest_part(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Do step 1 item by item, with the arguments and results of `_greedy`."""
+    """Do step 1 item by item; arguments and results are those of `_greedy`."""
     rows, size, parts = rounds.shape
     rounds, weight = rounds.reshape(rows, -1), weight.reshape(rows, -1)
     loads, room = np.zeros((rows, parts), np.int64), np.full(rows * parts, size)
@@ -181,7 +181,7 @@ def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
 
 
 def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each pair of parts, the items whose weights differ by nearly `wanted`.
+    """Return, for each pair of parts, two items whose weights differ by nearly `wanted`.
 
     heavy, light: int64 [pairs, size]; wanted: int64 [pairs], at least 0.
     Returns give (of heavy), take (of light), and the difference: int64 [pairs].
@@ -257,16 +257,16 @@ def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
 
 
 def _integers(costs: np.ndarray) -> np.ndarray:
-    """Return costs [rows, n] as int64 of 32 bits: exact sums, so that every rank of a mixed cluster finds the same
-    plan.
+    """Return costs [rows, n] as int64 numbers of at most 32 bits, whose sums are exact, so that every rank of a mixed
+    cluster finds the same plan.
     """
     largest = costs.max(1, keepdims=True)
     return np.rint(costs * (_SCALE / np.where(largest > 0, largest, 1.0))).astype(np.int64)
 
 
 def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Return the assignment for plain data parallelism, where each rank's total counts, and with a pipeline also how
-    even its micro-batches are.
+    """Return the assignment for plain data parallelism, in which only the total cost of each rank matters and, with a
+    pipeline, the balance of its micro-batches.
     """
     rows = len(weights)
     parts = partition(weights, ranks)
@@ -323,7 +323,7 @@ def _blocks(weights: np.ndarray, together: int, slots: int):
 
 
 def _ordered(weights: np.ndarray, plan: np.ndarray, objective: Objective) -> np.ndarray:
-    """Return the same plan with each group's micro-batches in an order that suits the pipeline."""
+    """Return the same plan, in which the micro-batches of each group have an order that makes the pipeline fast."""
     micro_batches, slots = plan.shape[2:]
     together = objective.ranks_per_barrier
     times = taken(weights, plan).sum(-1).reshape(-1, together, micro_batches).max(1)
@@ -333,7 +333,7 @@ def _ordered(weights: np.ndarray, plan: np.ndarray, objective: Objective) -> np.
 
 
 def _fastest(weights: np.ndarray, plans: list[np.ndarray], objective: Objective) -> np.ndarray:
-    """Return, for each row, the fastest of the plans, and of equal ones the first."""
+    """Return for each row the fastest of the plans; of equally fast plans, return the first."""
     times = objective.step_time(np.stack([taken(weights, plan).sum(-1) for plan in plans]))
     best = times.argmin(0)
     if (best == best[0]).all():

@@ -117,8 +117,8 @@ def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def _rank_of_strip(work: np.ndarray) -> np.ndarray:
-    """Return the rank of each strip: in each round of work [rounds, ranks] the heaviest strip goes to the rank that has
-    the least work so far, and so on.
+    """Return the rank of each strip: in each round [rounds, ranks] of strips, the strip with the most work goes to the
+    rank with the least work so far, the next strip to the rank with the next least work, and so on.
     """
     loads = np.zeros(work.shape[1], np.int64)
     owner = np.empty_like(work)
@@ -129,7 +129,9 @@ def _rank_of_strip(work: np.ndarray) -> np.ndarray:
 
 
 def _strided(segments: np.ndarray, ranks: int, owner: np.ndarray) -> ContextPlan:
-    """Return the sample in as many equal parts as `owner` [parts] has entries."""
+    """Return the plan for a sample that is cut into as many equal parts as `owner` [parts] has entries, which are the
+    ranks of the parts.
+    """
     segments = np.asarray(segments, np.int64)
     tokens = int(segments.sum())
     assert tokens % len(owner) == 0
@@ -152,7 +154,7 @@ def _plan(segments: np.ndarray, ranks: int, ranges: np.ndarray, owner: np.ndarra
 
 
 def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return int64 [n], pairs of ranges [n, 2] that lie inside one document each."""
+    """Return the number of attending pairs of tokens, int64 [n], of ranges [n, 2] that each lie inside one document."""
     ends = np.cumsum(segments)
     document = np.searchsorted(ends, ranges[:, 0], side="right")
     start, stop = (ranges - (ends - segments)[document, None]).T
@@ -160,7 +162,7 @@ def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 def _pairs_across(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return pairs of all ranges together; a range may hold several documents."""
+    """Return the total number of attending pairs of all ranges; a range may hold several documents."""
     ends = np.cumsum(segments)
     total = np.concatenate(([0], np.cumsum(segments * (segments + 1) // 2)))
 

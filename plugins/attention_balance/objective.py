@@ -36,7 +36,8 @@ from plugins.pipeline_layout import FORWARD, one_forward_one_backward
 
 @lru_cache(maxsize=16)
 def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
-    """Return operations in levels that depend only on earlier ones, at most one a stage in each.
+    """Return the operations of a pipeline in levels: an operation depends only on operations in earlier levels, and
+    each level has at most one operation of a stage.
 
     A level is int64 [4, operations]: the stage; its duration's row, in forwards and then backwards by micro-batch; the
     row where its input's end stands; the row where its own end goes. Rows of ends: (direction, stage + 1, micro-batch),
@@ -150,7 +151,8 @@ def objective_of(
     if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
         raise RecipeError(
             f"parallel_config.expert_parallel: an EP group of {expert_parallel} devices neither consists of whole "
-            f"data-parallel ranks nor divides one (a rank has context_parallel {context_parallel} x model_parallel "
+            f"data-parallel ranks nor divides a data-parallel rank (a rank has context_parallel {context_parallel} x "
+            f"model_parallel "
             f"{tensor_parallel} devices, and data_parallel is {data_parallel}); write a divisor or multiple of "
             f"{devices} that divides {data_parallel * devices}"
         )

@@ -361,7 +361,7 @@ def _flat(rows: Any) -> list[Any]:
 
 
 def _eod_pad_length(data: Mapping[str, Any]) -> int:
-    """Return the value as MindFormers reads it, under either of two spellings; 128 if none is written."""
+    """Return `eod_pad_length` as MindFormers reads it, under either of its two names; 128 if the recipe has neither."""
     return data.get("eod_pad_length", data.get("compressed_eod_mask_length", 128))
 
 

@@ -202,7 +202,7 @@ def segments_in_stream_order(index: GPTIndex):
 
 
 def _of_items(index: GPTIndex, of: Callable[[Segments], np.ndarray], dtype: type) -> np.ndarray:
-    """Return [items] of a number for each sample, in the dataset's own order."""
+    """Return [items]: one number for each sample, in the dataset's own order."""
     in_stream: np.ndarray = np.empty(len(index), dtype)
     for start, segments in segments_in_stream_order(index):
         in_stream[start : start + len(segments)] = of(segments)

@@ -84,8 +84,8 @@ class Steps:
 
 
 def _deal_by_steps(ramp: Ramp, division: Division) -> None:
-    """Replace the function that cuts the training data into batches of one size, and that which ends it after a number
-    of steps of that size.
+    """Replace the function that cuts the training data into batches of one size, and the function that ends the data
+    after a number of steps of that size.
     """
     batched = stock_dataset.dataset_batch_func
 
@@ -159,8 +159,8 @@ class Stage:
 
 
 def _begin_in(stage: Stage, ramp: Ramp) -> None:
-    """Let a trainer make its train step for the batch of its first step: a resume compiles it before it loads the
-    slices of a sharded model.
+    """Make a trainer build its train step for the batch of its first step, because a resume compiles the step before it
+    loads the slices of a sharded model.
     """
     make = base_trainer.BaseTrainer.create_model_wrapper
 
@@ -174,7 +174,9 @@ def _begin_in(stage: Stage, ramp: Ramp) -> None:
 
 
 def _ramping(monitor: type[MFLossMonitor], ramp: Ramp, stage: Stage):
-    """Return a subclass of the loss monitor class `monitor` that changes the stage before the first step of each."""
+    """Return a subclass of the loss monitor class `monitor` that prepares each stage of the ramp before the first step
+    of the stage.
+    """
 
     class RampingLossMonitor(monitor):
         def on_train_step_begin(self, run_context):

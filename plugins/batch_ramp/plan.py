@@ -263,7 +263,9 @@ def check(recipe: Mapping[str, Any]) -> Settings:
 
 
 def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
-    """Refuse data whose samples a step cannot be told by their number, or that do not pass through the process."""
+    """Refuse data loaders for which the number of a step does not determine its samples, or whose data do not pass
+    through this process.
+    """
     kind = value_at(recipe, f"{_LOADER}.type")
     if kind != LOADER:
         raise RecipeError(

@@ -318,7 +318,7 @@ def _operators(scale):
 
 
 def _refuse_unsupported(config, attention_dropout):
-    """Raise RecipeError for what would be computed wrongly in silence."""
+    """Raise RecipeError for settings that CPU attention would silently compute wrongly."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
     where = "on CPU, model.model_config"
     if dropout:

@@ -27,7 +27,9 @@ _tags = itertools.count()
 
 
 def _moving(group):
-    """Return the operator of an all-to-all-v: (rows, send, receive, like) -> what arrived, in `like`'s shape."""
+    """Return the operator of an all-to-all-v, which maps (rows, send, receive, like) to the received rows in the shape
+    of `like`.
+    """
     # every rank, and every start of a run, builds the same operators in the same order, so tags agree
     group, tag = tuple(map(int, group)), next(_tags)
 
@@ -58,7 +60,9 @@ def _gathering(group):
 
 
 def _scattering(group):
-    """Return the operator of a reduce-scatter: [n * m, ...] -> [m, ...]; added up in group order."""
+    """Return the operator of a reduce-scatter, which maps [n * m, ...] to [m, ...] and adds up the parts in group
+    order.
+    """
     group, tag, size = tuple(map(int, group)), next(_tags), len(group)
 
     def scatter(rows):

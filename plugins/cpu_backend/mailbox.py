@@ -91,7 +91,8 @@ def send(connection: socket.socket, frame: Frame) -> None:
 
 
 def receive(connection: socket.socket) -> Frame:
-    """Read one frame from the connection into a buffer of its own; the call blocks until the frame is complete.
+    """Read one frame from the connection into a new buffer, and return the frame; the call blocks until the frame is
+    complete.
 
     Raises:
         Disconnected: the other side closed the connection, or the bytes are not a frame;
@@ -284,12 +285,16 @@ class Mailbox:
         return "; ".join(told)
 
     def _elsewhere(self, peer: int) -> str:
-        """Return what a rank last said about itself, and which calls it has made that this rank has not made."""
+        """Return in words what a rank last reported about its state, and the calls that it has made and this rank has
+        not made.
+        """
         said = [f"it {self._said[peer]}"] if self._said.get(peer) else []
         came = ", ".join(frame.note or f"tag {tag}" for tag, frame in self._waiting(peer)[:4])
         said += [f"what it sent and nobody took: {came}"] if came else []
         return f" ({'; '.join(said)})" if said else ""
 
     def _waiting(self, peer: int) -> list[tuple[int, Frame]]:
-        """Return (tag, first frame) of what arrived from a peer and was not asked for."""
+        """Return (tag, first frame) for each tag under which frames have arrived from a peer that no call has asked
+        for.
+        """
         return sorted((tag, waiting[0]) for (rank, tag), waiting in self._inbox.items() if rank == peer and waiting)

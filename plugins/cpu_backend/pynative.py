@@ -172,5 +172,5 @@ class Trace:
         return note
 
     def _note(self, name, tensor):
-        """Return [S, B, ...] -> [B, S, ...]."""
+        """Return a tensor [S, B, ...] as [B, S, ...]."""
         self.out.setdefault(name, tensor.asnumpy().swapaxes(0, 1).copy())

@@ -226,7 +226,7 @@ class Mesh:
         self._threads.clear()
 
     def _call(self, peer: int, address: Address, deadline: float) -> socket.socket:
-        """Connect to a lower rank; it has listened since before its address was told."""
+        """Connect to a lower rank, which has been listening since before its address was published."""
         try:
             connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
             mailbox.greet(connection, self.rank, self.size)
@@ -236,7 +236,7 @@ class Mesh:
         return connection
 
     def _answer(self, listener: socket.socket, deadline: float) -> None:
-        """Take one connection of a higher rank; hang up on whoever is not of our kind."""
+        """Accept one connection of a higher rank; close the connections of other programs."""
         try:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()
@@ -336,7 +336,9 @@ def connect(timeout: float = SLOWEST) -> None:
 
 
 def _own_address() -> str:
-    """Return the address by which other workers reach this one: the interface that leads to msrun's scheduler."""
+    """Return the address at which other workers reach this worker: that of the network interface that leads to msrun's
+    scheduler.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))
         return probe.getsockname()[0]

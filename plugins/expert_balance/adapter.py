@@ -69,7 +69,9 @@ def _in_graph(config, ours: Settings) -> None:
 
 
 def _rows(config) -> Ramp:
-    """Return the samples of a rank's step where this is one batch, whatever the stage of `plugins.batch_ramp`."""
+    """Return as a `Ramp` the number of samples in a rank's step, in every stage of `plugins.batch_ramp`, for a step
+    that is one batch.
+    """
     division = division_of(config)
     stages = ramp_of(config, division.full).stages
     return Ramp(tuple((end, batch // division.ranks) for end, batch in stages), config.runner_config.batch_size)

@@ -119,8 +119,8 @@ class CollectiveRanks:
         return [_rows(part, count, shape, dtype) for part, count in zip(arrived, rows, strict=True)]
 
     def _swap(self, parts: list[np.ndarray], due: list[int]) -> list[np.ndarray]:
-        """Return words [any] for each rank -> words from each. What is a rank's own stays; a spare word goes in its
-        place, for AlltoAllV of nothing returns no array.
+        """Send to each rank its words, and return the words from each rank. The words of this rank for itself are not
+        sent; one word takes their place, because AlltoAllV returns no array for zero words.
         """
         own = parts[self.rank]
         sent = [np.zeros(1, np.int32) if place == self.rank else parts[place] for place in self.ascending]
@@ -133,14 +133,16 @@ class CollectiveRanks:
 
 
 def _group(members: list[int]) -> str:
-    """Return the communication group of ranks, which is created where it is not there; all members call this at
-    once.
+    """Return the communication group of ranks; create the group if it does not exist. All members call this function at
+    the same time.
     """
     return GlobalComm.WORLD_COMM_GROUP if len(members) == get_real_group_size() else get_group(members)
 
 
 def _words(part: np.ndarray, each: int) -> np.ndarray:
-    """Return [rows, ...] of any type -> int32 [rows x each], the rows filled up with zeros."""
+    """Return an array [rows, ...] of any type as int32 words [rows x each], in which each row is filled up with
+    zeros.
+    """
     octets = (
         np.ascontiguousarray(part).view(np.uint8).reshape(len(part), -1) if part.size else np.zeros((0, 0), np.uint8)
     )

@@ -103,8 +103,8 @@ Exchange = tuple[np.ndarray, np.ndarray]  # slots whose experts go, and where ea
 
 
 def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: bool, left: int) -> Exchange | None:
-    """Return the best exchange with devices of the same node, `width` devices wide; None: nothing helps, or is left to
-    do.
+    """Return the best exchange with one of the `width` devices of the same node; None if no exchange improves the
+    balance, or if no moves are left.
     """
     each = held.shape[1]
     first = fullest // width * width
@@ -117,12 +117,13 @@ def _best(held: np.ndarray, on: np.ndarray, fullest: int, width: int, aligned: b
 
 @lru_cache(maxsize=64)
 def _subsets(each: int, size: int) -> np.ndarray:
-    """Return [S, size] all choices of `size` of the places 0 .. each - 1."""
+    """Return all choices of `size` of the slots 0 to each - 1, [S, size]."""
     return np.array(list(combinations(range(each), size)), np.int64).reshape(-1, size)
 
 
 def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarray, aligned: bool) -> Exchange | None:
-    """Return the swap after which the fuller of the two devices is least full; None: none makes the fullest emptier.
+    """Return the swap after which the fuller of the two devices has the lowest load; None if no swap lowers the load of
+    the fullest device.
 
     Args:
         held: [D, n] tokens of each slot; on: [D] their sums. places: [S, k] that may be swapped with as many.

@@ -147,7 +147,7 @@ def read(path: Path, until: int | None = None, say: Callable[[str], None] | None
     records = read_steps(path, _record, _follow, say)
     if not records:
         raise DataError(
-            f"{path}: the file holds the loads of no step; the run that writes it has not finished its first step"
+            f"{path}: the file holds no loads yet, because the run that writes it has not finished its first step"
         )
     return [record for record in records if until is None or record.step <= until]
 
@@ -156,8 +156,8 @@ def _follow(before: Record, record: Record, place: str) -> None:
     layouts = {(each.layers, each.tokens.shape, each.devices) for each in (before, record)}
     if len(layouts) > 1:
         raise DataError(
-            f"{place}: the layers, the experts or the devices are not those of the lines above; write one file for "
-            "each layout"
+            f"{place}: the number of layers, experts or devices differs from that in the lines above; write one file "
+            f"for each layout"
         )
 
 
@@ -224,7 +224,7 @@ def _copies(content: dict[str, Any]) -> np.ndarray | None:
 
 
 def _check(record: Record, place: str) -> None:
-    """Refuse what no run writes: every later computation takes these for granted."""
+    """Refuse values that no run writes, because every later computation relies on their form."""
     shape = record.tokens.shape
     placements = [record.slots] + ([record.moved.slots] if record.moved else [])
     wrong = ""
@@ -259,7 +259,7 @@ def _check(record: Record, place: str) -> None:
 
 
 def _strange(slots: np.ndarray, copies: np.ndarray | None, devices: int) -> str:
-    """Return what is wrong with the copies of a step; "" if nothing is."""
+    """Return in words what is wrong with the copies of a step; "" if they are right."""
     if copies is None:
         return ""
     layers, experts = slots.shape

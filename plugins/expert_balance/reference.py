@@ -81,8 +81,8 @@ def _held(slots: list[int], copies: list[int], devices: int) -> list[list[int]]:
 
 
 def _counted(loads: list[int], held: list[list[int]]) -> list[int]:
-    """Return the tokens of each device, if each expert's are dealt to all devices that hold it, in whole parts rounded
-    up.
+    """Return the tokens of each device if the tokens of each expert are dealt to all devices that hold the expert, in
+    whole parts rounded up.
     """
     devices = [sum(expert in here for here in held) for expert in range(len(loads))]
     return [sum((loads[expert] + devices[expert] - 1) // devices[expert] for expert in here) for here in held]

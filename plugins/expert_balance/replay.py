@@ -162,8 +162,8 @@ def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def _packed(loads: np.ndarray, packs: int) -> np.ndarray:
-    """Return [items] the pack of each item, equally many in each: the heaviest first, to the lightest pack that has
-    room.
+    """Return the pack of each item, [items], with the same number of items in each pack: the heaviest item is packed
+    first, and each item goes to the lightest pack that has room.
     """
     return greedy(loads, packs) // (len(loads) // packs)
 

@@ -168,7 +168,7 @@ class Watcher:
         return found
 
     def _departed(self, name: str) -> dict[tuple[int, str], str]:
-        """Return layers whose newest values are all far from those of the window before them."""
+        """Return the layers whose newest values all differ strongly from those of the window before them."""
         hold = 1 if name == "similarity" else HOLD  # routers that have changed are like themselves in the next step
         values = np.array([each[name] for each in self.window])  # [steps, layers]
         known, newest = values[:-hold], values[-hold:]

@@ -75,7 +75,7 @@ def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
 
 
 def _watching(monitor: Any, watch, end):
-    """Return a subclass of the loss monitor class `monitor` that ends the run when `watch` says so."""
+    """Return a subclass of the loss monitor class `monitor` that ends the run when `watch` asks for it."""
 
     class FiniteLossMonitor(monitor):
         parts = None
@@ -116,7 +116,7 @@ def _watching(monitor: Any, watch, end):
 
 
 def _stop(params, step, wrong, end):
-    """End the run, when what was saved before is sealed."""
+    """Seal the checkpoint that is being saved in the background, then end the run."""
     savers = [each for each in params.list_callback if isinstance(each, SealingCheckpointMonitor)]
     for each in savers:
         each.seal_alone()
@@ -140,8 +140,8 @@ def way_on(saver):
 
 
 def _withholding(watch, end):
-    """Return a class of checkpoint monitors that saves no step which is not finite, and seals no weights that are
-    not.
+    """Return a class of checkpoint monitors that saves no step whose values are not finite, and seals no weights that
+    are not finite.
     """
 
     class FiniteCheckpointMonitor(SealingCheckpointMonitor):
@@ -163,8 +163,8 @@ def _withholding(watch, end):
 
 
 def _anywhere(flag, stop_after):
-    """Return whether `flag` is set on any rank: all ranks save, or none does. With `stop_after: 1` this is never called
-    with the flag set.
+    """Return whether `flag` is set on any rank, so that either all ranks save or none does. With `stop_after: 1` this
+    function is never called with the flag set.
     """
     if stop_after == 1 or get_real_group_size() == 1:
         return flag
@@ -172,7 +172,9 @@ def _anywhere(flag, stop_after):
 
 
 def _scale_falls(network):
-    """Return whether the train step's loss scale follows overflows: a manager that is not a fixed one."""
+    """Return whether the train step has a loss scale that is lowered after an overflow (a loss-scale manager that is
+    not fixed).
+    """
     manager = getattr(network, "loss_scaling_manager", None)
     return manager is not None and not isinstance(manager, nn.FixedLossScaleUpdateCell)
 

@@ -52,7 +52,7 @@ def check(recipe: Mapping[str, Any]) -> bool:
 
 
 def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (key, what is wrong with it) of all that does not go with the plugin."""
+    """Return pairs (key, fault) of all settings that cannot be combined with the plugin."""
     model = value_at(recipe, "model.model_config") or {}
     dtype = model.get("compute_dtype", LOW[0])
     jit_level = value_at(recipe, "context.jit_config.jit_level")

@@ -197,7 +197,7 @@ def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarr
     sums = np.array([np.sum(batches) for batches in tokens])
     if not sums.all():
         place = int(np.flatnonzero(sums == 0)[0])
-        wrong = "has only tokens that no loss counts" if len(tokens[place]) else "has fewer samples than a step"
+        wrong = "has only tokens that the loss mask hides" if len(tokens[place]) else "has fewer samples than a step"
         raise DataError(
             f"held-out corpus {place + 1} of {len(tokens)} {wrong}; add data to it, or write {KEY}: False",
             f"{KEY}.data_path",

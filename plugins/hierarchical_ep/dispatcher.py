@@ -44,7 +44,7 @@ UNCUT = tuple((0, step) for step in STEPS)
 
 
 class _Enter(nn.Cell):
-    """This cell returns its rows, but makes them wait for the turn."""
+    """This cell returns its rows unchanged, but makes them depend on the value `turn` of the collective before."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -59,7 +59,7 @@ class _Enter(nn.Cell):
 
 
 class _Leave(nn.Cell):
-    """This cell returns its rows, and a turn that is there only after these rows."""
+    """This cell returns its rows unchanged, and a value that depends on these rows."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -436,6 +436,6 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Return (pieces, whole) for the token indices of the chunks, in the form in which `RoutedLayer` takes them."""
+    """Return the arguments (pieces, whole) of `RoutedLayer` for chunks with these token indices."""
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

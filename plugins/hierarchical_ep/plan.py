@@ -162,7 +162,9 @@ def step_bytes(
 
 
 def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
-    """Return [ep, ep] bytes of the counts that tell a receiver what will come; zero outside the groups."""
+    """Return the bytes [ep, ep] of the counts from which a receiver learns how many rows it will get; zero outside the
+    groups.
+    """
     if transfer.kind != "all_to_all_v" or transfer.step.startswith("combine"):
         return np.zeros((topology.ep, topology.ep), int)
     member = np.zeros((topology.ep, topology.ep), int)
@@ -174,8 +176,8 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A `RankPlan` holds index arrays that say which rows one rank sends, holds and computes. The rank has N tokens of
-    its own, sends S rows in the first step, holds G rows after it, sends C copies of these rows in the second step, and
+    """A `RankPlan` holds index arrays that say which rows one rank sends, holds and computes. The rank begins with N
+    tokens, sends S rows in the first step, holds G rows after it, sends C copies of these rows in the second step, and
     computes M copies.
 
     Attributes:
@@ -286,7 +288,9 @@ def check_mode(mode: str) -> None:
 
 
 def _row_step(mode: str, topology: Topology, routing: list[np.ndarray]) -> tuple[Transfer, list[np.ndarray]]:
-    """Step 1 and, for each rank, its tokens in the order they are sent. In global mode rows only 'stay'."""
+    """Return step 1 of the dispatch and, for each rank, its tokens in the order in which they are sent. In the global
+    mode rows only stay on their rank.
+    """
     rows = np.zeros((topology.ep, topology.ep), int)
     send_tokens = []
     for rank, ids in enumerate(routing):

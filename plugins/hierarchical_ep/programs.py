@@ -201,7 +201,7 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
 
 
 def _check_rendezvous(programs: Sequence[Program]) -> None:
-    """Run the programs; where all that is left waits, name the circle."""
+    """Simulate the programs; if all unfinished calls wait, raise an error that names the cycle of waits."""
     at = [0] * len(programs)
 
     def waits_for(rank: int) -> list[int]:

@@ -143,8 +143,8 @@ def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> 
 
 
 def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
-    """Return the Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest
-    rank.
+    """Return the `Step` of a transfer with the expected numbers of rows; `busy` holds for each rank the rows that it
+    would send or receive if it were the busiest rank.
     """
     loaded = "sent" if transfer.step.startswith("combine") else "received"
     other = "received" if loaded == "sent" else "sent"
@@ -159,7 +159,9 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
 
 
 def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
-    """Return a Step from the busiest rank's bytes, with and without what has no gradient."""
+    """Return a `Step` from the bytes of the busiest rank: all bytes (`whole`), and those of values that have a gradient
+    (`gradient`).
+    """
     group = transfer.groups[0]
     intra = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1
     inter = len(group) - 1 - intra

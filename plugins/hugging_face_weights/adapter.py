@@ -142,7 +142,9 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return dict(super().get_mf_state_dict(hf_state_dict))
 
     def _is_strange(self, name: str) -> bool:
-        """Return whether a parameter is a weight of the model, and not of its adapters, that no tensor is made into."""
+        """Return whether a parameter is a weight of the model (not of its adapters) that is made from no tensor of the
+        Hugging Face folder.
+        """
         return (
             name.startswith(_PARTS)
             and name.endswith(_WEIGHTS)

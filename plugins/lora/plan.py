@@ -28,7 +28,7 @@ frozen: set[str] = set()  # the weights that keep their values, of the model tha
 
 
 def _targets(written: Any) -> tuple[str, ...]:
-    """Return the patterns of a recipe; that each of them names a layer is looked at with the model."""
+    """Return the patterns of a recipe; `chosen` checks later whether each pattern matches a layer of the model."""
     entries = [written] if isinstance(written, str) else written
     if not isinstance(entries, Sequence) or not entries or not all(isinstance(each, str) and each for each in entries):
         raise RecipeError(f"{written!r} is not a list of patterns; write [{', '.join(ATTENTION)}]")

@@ -57,7 +57,7 @@ def _operators(names: Any) -> tuple[str, ...]:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    """Return `did_you_mean`, whatever the letters' case."""
+    """Return the result of `did_you_mean`, computed without regard to upper and lower case."""
     alike = [each for each in known if each.lower() == name.lower()]
     return f" (did you mean {alike[0]!r}?)" if alike else did_you_mean(name, known)
 

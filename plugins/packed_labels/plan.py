@@ -112,7 +112,10 @@ def pack(
     if tokens:
         _add(columns, tokens, labels, ends, seq_length, pad, ignore)
     if not columns["labels"]:
-        raise DataError(f"{LOADER}.data_files: no conversation has an answer within {seq_length:,} tokens")
+        raise DataError(
+            f"{LOADER}.data_files: no conversation has an answer within its first {seq_length:,} tokens "
+            f"(seq_length); give other conversations, or raise seq_length"
+        )
     return columns
 
 
@@ -130,16 +133,18 @@ def enough(wanted: int, made: int) -> None:
 
 
 def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: int) -> None:
-    """Hold a conversation to what its labels have to be; the last may be of a token that was cut off."""
+    """Raise DataError if the labels of a conversation are not its next tokens; the last label may be that of a token
+    that was cut off.
+    """
     if len(tokens) != len(labels):
         raise DataError(
-            f"{LOADER}.data_files: conversation {number} has {len(tokens)} tokens and {len(labels)} labels, should be "
-            "as many"
+            f"{LOADER}.data_files: conversation {number} has {len(tokens)} tokens but {len(labels)} labels; each "
+            f"token must have one label"
         )
-    for place, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
+    for position, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
         if label not in (ignore, after):
             raise DataError(
-                f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, but the next "
+                f"{LOADER}.data_files: conversation {number}: the label at token {position} is {label}, but the next "
                 f"token is {after}: {KEY} supports only handlers in which each label is the next token or ignored"
             )
 

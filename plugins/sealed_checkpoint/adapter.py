@@ -108,7 +108,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         self.attempt = os.environ.get(ATTEMPT) or None
 
     def _save_megatron_ckpt_file_format(self, cb_params):
-        """Save, and seal at once unless the save goes on in the background."""
+        """Save a checkpoint, and seal it at once unless the save goes on in the background."""
         if cb_params.cur_step_num == self._last_triggered_step:
             return
         began = time.time()
@@ -146,7 +146,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
                 self._saving().rmdir()
 
     def _seal_and_note(self, began=None):
-        """Seal a background save, for which the training stands still from `began` or from now on."""
+        """Seal a background save, and record the time for which the training stood still, from `began` or from
+        now on.
+        """
         if self.unsealed is not None:
             began, saved = began or time.time(), self.unsealed
             self._seal_finished_save()
@@ -167,7 +169,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
                 adopt(Path(self.directory))  # for the last rank that comes so far
 
     def _seal_finished_save(self):
-        """Seal what all ranks have written, then remove what is one too many."""
+        """Seal a save that all ranks have written, and then remove the checkpoints that exceed `save_max`."""
         if self.unsealed is None:
             return
         saved = self._seal()
@@ -180,8 +182,8 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
 
     def _followed(self):
-        """Return whether the run goes on in another attempt than this one already: then this one changes nothing any
-        more.
+        """Return whether the run already continues in a later attempt; this attempt must then change nothing
+        any more.
         """
         if not (self.attempt and self.run_dir):
             return False

@@ -49,15 +49,15 @@ def iterations(root: Path) -> list[Path]:
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders of iterations, the one whose run had come furthest first."""
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the furthest first."""
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 
 
 def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
-    """Return how far the run of each checkpoint, whose step is given, had come: in steps or, where their global batches
-    differ, in samples. A resume with a larger batch gives later checkpoints smaller numbers, because MindFormers counts
-    steps of the recipe's own batch.
+    """Return for each checkpoint, given with its step, the progress of its run: the number of trained steps or, if the
+    global batches of the checkpoints differ, the number of trained samples. A resume with a larger batch gives later
+    checkpoints smaller numbers, because MindFormers counts steps of the recipe's own batch.
     """
     batches = {folder: global_batch_of(folder) for folder in steps}
     known = {batch for batch in batches.values() if batch}
@@ -68,7 +68,7 @@ def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
 
 
 def global_batch_of(folder: Path) -> int:
-    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not say it."""
+    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not state them."""
     try:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -213,7 +213,7 @@ def publish(saved: Path, root: Path) -> Path | None:
 
 
 def _is_later(folder: Path, saved: Path) -> bool:
-    """Return whether a later attempt than that of `saved` has made the checkpoint in `folder`."""
+    """Return whether the checkpoint in `folder` was made by a later attempt than that of `saved`."""
     return number_of(made(folder).get("attempt")) > number_of(made(saved).get("attempt"))
 
 
@@ -237,7 +237,7 @@ def adopt(root: Path) -> list[Path]:
 
 
 def _is_there(root: Path, saved: Path) -> bool:
-    """Return whether a complete checkpoint has the place of `saved`, and is of the same state of the run."""
+    """Return whether a complete checkpoint with the step of `saved` exists, and holds the same state of the run."""
     place = root / saved.name
     return _complete(place) and global_batch_of(place) == global_batch_of(saved)
 
@@ -261,7 +261,7 @@ def renew_tracker(root: Path) -> None:
 
 
 def _said(root: Path) -> str | None:
-    """Return what the tracker file says, and None if there is no such file."""
+    """Return the content of the tracker file; None if the file does not exist."""
     try:
         return (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -269,7 +269,7 @@ def _said(root: Path) -> str | None:
 
 
 def _is_wrong(root: Path, said: str | None, newest: Path | None) -> bool:
-    """Return whether the tracker file, which says `said`, has to name `newest` instead."""
+    """Return whether the tracker file, whose content is `said`, must be changed to name `newest`."""
     if said is None:  # ours always write one; whoever saves without an attempt has none
         return newest is not None and bool(made(newest).get("attempt"))
     if newest is not None and said == str(iteration(newest)):
@@ -329,8 +329,8 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether all ranks have sealed `folder` and none has refused it, judged by the names of files only: this
-    takes one listing, however many ranks there are.
+    """Return whether all ranks have sealed `folder` and none has refused it, judged only by the names of files, which
+    takes one listing of the folder for any number of ranks.
     """
     try:
         ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))

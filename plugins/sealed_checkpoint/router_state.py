@@ -56,13 +56,13 @@ def orthogonal(name: str, axes: int) -> bool:
 
 
 def weight_of(name: str) -> str:
-    """Return the name of the weight to which a moment or an average belongs; any other name is returned as it is."""
+    """Return the name of the weight to which a moment or an average belongs; any other name is returned unchanged."""
     return name.partition(".")[2] if name.startswith((*MOMENTS, AVERAGES)) else name
 
 
 def beside_weights(ranks: Mapping[int, Entries], parameters: Iterable[Any]) -> dict[int, Entries]:
-    """Return the metadata of `ranks` with the averages of PMA and the moments of the fused AdamW listed for exactly the
-    ranks that have their weights. MindSpore lays them out as it does the weight.
+    """Return the metadata of `ranks`, in which the averages of PMA and the moments of the fused AdamW are listed for
+    exactly the ranks that have the weight. MindSpore lays out averages and moments as it lays out the weight.
     """
     types = {name: entry[1] for entries in ranks.values() for name, entry in entries.items()}
     types = {item.name: item.dtype for item in parameters} | types

@@ -132,7 +132,9 @@ def _fault(match: re.Match[str]) -> Fault:
 
 
 class Groups:
-    """A `Groups` finds the communication group of each operator on one rank, `ranks`."""
+    """A `Groups` finds the communication group of each operator on one rank; `ranks` describes the cluster from that
+    rank's point of view.
+    """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -160,7 +162,10 @@ class Groups:
         return self._known[key]
 
     def _stated(self, operator: str, name: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
-        """Return the ranks that attributes name: those with this rank first; the world's, where there are none."""
+        """Return the ranks that the operator's attributes list; of several lists, return the one with this rank. If the
+        attributes list no ranks, return all ranks of the run for the world group, and raise ClusterError for any other
+        group.
+        """
         lists = [tuple(map(int, re.findall(r"\d+", attrs.get(stated, "")))) for stated in STATED]
         found = sorted(filter(None, lists), key=lambda ranks: self.ranks.rank not in ranks)
         if found:
@@ -229,7 +234,7 @@ class PointToPoint:
             self.mesh.send(peer, tag_of("taken", tag), np.empty(0, np.uint8), f"Receive {name}")
 
     def _next(self, attrs: Attrs, source: int, target: int, members: tuple[int, ...]) -> tuple[int, str]:
-        """Return tag of this message's stream, and how messages name it."""
+        """Return the tag of this message's stream, and the name of the message in error messages."""
         sr_tag = attrs.get("sr_tag", "0")
         tag = tag_of("send", source, target, sorted(members), sr_tag)
         number = self._numbers[tag]
@@ -312,7 +317,7 @@ class Collectives:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
-        """Run a collective of a whole group."""
+        """Run a collective of all members of a group."""
         members = self.groups.members(name, attrs)
         fault = self._test.begin(name)
         if record:
@@ -329,16 +334,18 @@ class Collectives:
             OPERATORS[name](meeting, attrs, inputs, outputs)
 
     def _send_or_receive(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
-        """Send or receive a message between two members of a group; their places in the group are attributes."""
+        """Send or receive a message between two members of a group; the operator's attributes give the index of the
+        other member.
+        """
         members = self.groups.members(name, attrs)
-        place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
-        if not 0 <= place < len(members) or members[place] == self.mesh.rank:
+        index = int(attrs["dest_rank" if name == "Send" else "src_rank"])
+        if not 0 <= index < len(members) or members[index] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
             raise ClusterError(
-                f"{told}: the index {place} is not that of another member of the group, with which this rank could "
-                "exchange a message"
+                f"{told}: {index} is not the index of another member of the group, with which this rank could "
+                f"exchange a message"
             )
-        peer = members[place]
+        peer = members[index]
         fault = self._test.begin(name)
         if record:
             self._record(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))

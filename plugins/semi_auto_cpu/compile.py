@@ -112,7 +112,7 @@ class FrontEnd:
             self._tell_rank()
 
     def _end(self, turn: Turn) -> None:
-        """Keep what goes with a graph, or restore it.
+        """After a compile, store the information that belongs to the graph; after a load, restore this information.
 
         Raises:
             ClusterError: MindSpore compiled a graph that it should have loaded, or the reverse.

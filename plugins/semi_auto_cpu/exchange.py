@@ -230,10 +230,12 @@ def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -
     """Write into `outputs` the tensors of root_rank, which is a global rank or, if it is not the rank of a member, an
     index in the group.
     """
-    root = int(attrs.get("root_rank", 0))
-    place = meeting.members.index(root) if root in meeting.members else root
+    root_rank = int(attrs.get("root_rank", 0))
+    place = meeting.members.index(root_rank) if root_rank in meeting.members else root_rank
     if not 0 <= place < meeting.size:
-        raise ClusterError(f"{meeting.where}: root_rank {root} is neither a member of the group nor an index in it")
+        raise ClusterError(
+            f"{meeting.where}: root_rank {root_rank} is neither a member of the group nor an index in it"
+        )
     for x, out in zip(inputs, outputs, strict=True):
         flat = _flat(x)
         # empty parts from the others: nobody runs ahead of who is not there yet
@@ -260,7 +262,7 @@ def _result(out: np.ndarray) -> np.ndarray:
 
 
 def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    """Return views of what lies before each end, from the end before it."""
+    """Return views of an array between consecutive ends."""
     return [flat[begin:end] for begin, end in pairwise([0, *ends])]
 
 
@@ -270,7 +272,7 @@ def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
 
 
 def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
-    """Return elements for each member, from blocks for each member."""
+    """Return the number of elements for each member, computed from the number of blocks for each member."""
     counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
     if len(counts) != meeting.size or min(counts) < 0:
         raise ClusterError(

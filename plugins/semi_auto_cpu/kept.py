@@ -185,7 +185,7 @@ class KeptGraphs:
 
 
 def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
-    """Give parameters that hold zeros the shapes of their slices.
+    """Give parameters whose elements are all zero the shapes of their slices.
 
     A compile cuts the gradients that accumulate over micro-batches as the weights that they are of. They have no layout
     of their own by which a load could cut them; between steps they are zero.
@@ -252,14 +252,14 @@ def strategies(phase: str) -> Entry:
 
 
 def _as_told(kept: Entry) -> dict[int, Entry]:
-    """Return `strategies` in MindSpore's form: rank -> name -> an object."""
+    """Return `strategies` in the form in which MindSpore returns them: rank -> parameter name -> an object."""
     return {
         int(rank): {name: SimpleNamespace(**info) for name, info in of_rank.items()} for rank, of_rank in kept.items()
     }
 
 
 def _tensor(value: Any) -> list[Any]:
-    """Return type and shape of a tensor; the text of anything else."""
+    """Return the type and shape of a tensor; for any other value, return its text."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return [str(value.dtype), list(value.shape)]
     return [type(value).__name__, repr(value)]

@@ -289,7 +289,7 @@ class Library:
             self._missing(told["nodes"])
 
     def _fail(self, problem: BaseException, text: bytes, error: Any, room: int) -> None:
-        """Keep, print and hand to C++ what went wrong."""
+        """Store and print an error, and pass its message to C++."""
         self.failure = self.failure or problem
         told = json.loads(text)
         where = f"rank {self.rank}, {told.get('name') or 'compiler pass, ' + told['event']}"

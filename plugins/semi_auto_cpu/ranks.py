@@ -94,7 +94,7 @@ class Ranks:
             return ranks
         if MADE_UP.fullmatch(group):
             raise ClusterError(
-                f"rank {self.rank} needs its place in group {group!r}, whose ranks are unknown: MindSpore itself named "
+                f"rank {self.rank} needs its index in group {group!r}, whose ranks are unknown: MindSpore itself named "
                 f"this group, which is neither a pair of ranks nor a part of a device mesh of {self.devices} "
                 "devices"
             )

@@ -122,8 +122,8 @@ class Guard(Watch):
 
 
 def _beginning(monitor: type[MFLossMonitor], guard: Guard, stages: Stages = ()):
-    """Return a subclass of the loss monitor class `monitor` that tells `guard` when training begins; `stages` are those
-    of plugins.batch_ramp.
+    """Return a subclass of the loss monitor class `monitor` that reports the beginning of the training to `guard`;
+    `stages` are those of plugins.batch_ramp.
     """
 
     class GuardedLossMonitor(monitor):
@@ -135,7 +135,7 @@ def _beginning(monitor: type[MFLossMonitor], guard: Guard, stages: Stages = ()):
 
 
 def _skipping(loader: Any, guard: Guard):
-    """Return a subclass of the loader class `loader`; where it is not `guarded` it is that one itself."""
+    """Return a subclass of the loader class `loader` that leaves samples out if it is created with `guarded=True`."""
 
     class SkippingDataLoader(loader):
         def __new__(cls, *, sizes, guarded=False, num_shards=None, shard_id=None, **arguments):

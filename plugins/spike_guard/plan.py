@@ -193,9 +193,9 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """Return the values of the last steps up to step `done`, from the lines of RUN/metrics/rank_N.jsonl, with which a
-    `Window` of `size` steps is filled: the fewest steps that hold `size` values of the loss and of the norm, but at
-    most `_MOST` windows.
+    """Return the losses and norms of the last steps up to step `done`, read from the lines of RUN/metrics/rank_N.jsonl,
+    to fill a `Window` of `size` steps. The returned steps are the fewest that hold `size` values of the loss and of the
+    norm, but at most `_MOST` windows.
 
     The lines of a resumed run, which begin with a header, replace the lines of the steps that the run repeats. Steps
     whose gradients overflowed are left out, as a `Guard` leaves them out during training.

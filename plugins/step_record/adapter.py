@@ -200,8 +200,8 @@ def _biases(arrays: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def _parts(params) -> dict[str, Any]:
-    """Return name -> [shape of the whole tensor, offset of this rank's part in units of parts]; empty in one
-    process.
+    """Return a dictionary name -> [shape of the whole tensor, index of this rank's part along each axis]; it is empty
+    in a run of one process.
     """
     if get_real_group_size() == 1:
         return {}
@@ -212,7 +212,7 @@ def _parts(params) -> dict[str, Any]:
 
 
 def _effective(step) -> dict[str, Any]:
-    """Return the numbers and words by which the built model and optimizer compute, whatever the recipe says."""
+    """Return the settings with which the built model and optimizer compute, which may differ from the recipe's."""
     gpt = next((cell for _, cell in step.network.cells_and_names() if isinstance(cell, GPTModel)), None)
     found = {f"model.{key}": value for key, value in sorted(vars(gpt.config).items()) if _plain(value)} if gpt else {}
     for name in ("beta1", "beta2", "eps"):
@@ -222,5 +222,5 @@ def _effective(step) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Return whether a value is a number, a word, or nothing: what is the same in another process."""
+    """Return whether a value is a number, a word or None, and therefore the same in another process."""
     return value is None or isinstance(value, (bool, int, float, str))

@@ -362,8 +362,8 @@ def _median(values: np.ndarray) -> float:
 
 
 def _lasts(excess: np.ndarray, alarm: int, limit: float) -> tuple[int, int | None]:
-    """Return the first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; None: it goes
-    on.
+    """Return the first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; the last one is
+    None if the rank is still slow.
     """
     begin, end = span(excess, limit, LEVELS[0], alarm)
     return begin, None if np.count_nonzero(~np.isnan(excess[end + 1 :])) < RECOVERED else end

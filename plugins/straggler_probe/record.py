@@ -74,8 +74,8 @@ def read_run(run_dir: str | Path) -> list[Record]:
     for rank, own in records.items():
         if others := [record.rank for record in own if record.rank != rank]:
             raise DataError(
-                f"{probe_file(run_dir, rank)}: the file holds probes of rank {others[0]}, should be those of rank "
-                f"{rank}; copy the run's metrics/ folders of all hosts again"
+                f"{probe_file(run_dir, rank)}: the file holds probes of rank {others[0]}, but must hold those of "
+                f"rank {rank}; copy the run's metrics/ folders of all hosts again"
             )
     return [record for own in records.values() for record in own]
 

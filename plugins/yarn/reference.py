@@ -27,7 +27,9 @@ def frequencies(yarn: Yarn, head_dim: int, base: float) -> np.ndarray:
 
 
 def _pair_that_turns(times: float, yarn: Yarn, head_dim: int, base: float) -> float:
-    """Return the number of the pair, seldom whole, that turns so often within the original length."""
+    """Return the index (usually not an integer) of the pair of dimensions that makes this number of turns within the
+    original length.
+    """
     return head_dim * math.log(yarn.original / (times * 2 * math.pi)) / (2 * math.log(base))
 
 

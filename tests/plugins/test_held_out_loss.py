@@ -158,7 +158,7 @@ def test_batches_and_corpora_weigh_what_they_count():
     ("tokens", "words"),
     [
         ([[]], "corpus 1 of 1 has fewer samples than a step"),
-        ([[3.0], [0.0, 0.0]], "corpus 2 of 2 has only tokens that no loss counts"),
+        ([[3.0], [0.0, 0.0]], "corpus 2 of 2 has only tokens that the loss mask hides"),
     ],
 )
 def test_a_corpus_without_a_loss_is_refused_instead_of_being_recorded_as_no_number(tokens, words):

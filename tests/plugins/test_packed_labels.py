@@ -72,14 +72,14 @@ def test_what_cannot_be_learnt_is_left_out():
     columns = pack([long, cut, begun], True, 8, 0, IGNORE)
     assert columns["actual_seq_len"] == [[3]]
     assert columns["labels"] == [[IGNORE, 3, 4] + [IGNORE] * 5]
-    with pytest.raises(DataError, match="no conversation has an answer within 8 tokens"):
+    with pytest.raises(DataError, match="no conversation has an answer within its first 8 tokens"):
         pack([long, cut], True, 8, 0, IGNORE)
 
 
 @pytest.mark.parametrize("labels", [[2, IGNORE], [2, 3, IGNORE, IGNORE]])
 def test_a_conversation_needs_as_many_labels_as_tokens(labels):
     """The labels of all conversations behind it were at other places than their tokens."""
-    with pytest.raises(DataError, match=rf"conversation 0 has 3 tokens and {len(labels)} labels, should be as many"):
+    with pytest.raises(DataError, match=rf"conversation 0 has 3 tokens but {len(labels)} labels; each token must"):
         pack([{"input_ids": [1, 2, 3], "labels": labels}], True, 8, 0, IGNORE)
 
 

@@ -138,7 +138,7 @@ def test_ranks_that_were_never_probed_at_one_step_are_not_sound():
 def test_the_probes_of_another_rank_are_refused(tmp_path):
     for record in history(np.random.default_rng(5), 1):
         append(probe_file(tmp_path, 1), record)
-    with pytest.raises(DataError, match=r"probe_1\.jsonl: the file holds probes of rank 0, should be those of rank 1"):
+    with pytest.raises(DataError, match=r"probe_1\.jsonl: the file holds probes of rank 0, but must hold"):
         read_run(tmp_path)
 
 

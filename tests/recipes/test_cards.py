@@ -212,7 +212,7 @@ def test_only_yaml_beside_the_catalogue():
         ("kind: full", "kind: ful", "did you mean 'full'"),
         ("sources:", "source:", "source: no such key (did you mean 'sources'?)"),
         ("        what:", "        on:", "no such key"),  # YAML reads a plain `on` as True
-        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "does not exist beside the card"),
+        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "does not exist in the card's folder"),
         ("    devices: 256\n", "", "devices: the key is missing"),
         ("    other_at: *acceptance\n", "", "conflicts[0].other_at: the key is missing"),
         (
@@ -221,7 +221,7 @@ def test_only_yaml_beside_the_catalogue():
             "host_measures.isolation: 'done' is not a valid value; write one of applied, checked",
         ),
         ("idle_threshold:", "idle_treshold:", "no such key (did you mean 'idle_threshold'?)"),
-        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "does not exist beside the card"),
+        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "does not exist in the card's folder"),
     ],
 )
 def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, message):

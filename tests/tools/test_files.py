@@ -82,7 +82,7 @@ def test_what_stood_there_stays_when_the_writer_stops_half_way(tmp_path, error):
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.txt"
-    with pytest.raises(DataError, match=r"a\.txt: cannot be written \(No space left"), atomic_file(path) as part:
+    with pytest.raises(DataError, match=r"a\.txt: .* cannot be written \(No space left"), atomic_file(path) as part:
         part.write_text("half")
         raise OSError(28, os.strerror(28))
     assert list(tmp_path.iterdir()) == []
@@ -166,7 +166,7 @@ def test_a_step_that_is_appended_does_not_wait_for_the_disk(tmp_path, order):
     assert order == []
 
 
-@pytest.mark.parametrize(("number", "said"), [(errno.EINVAL, None), (errno.EIO, r"a.txt: cannot be written \(Input")])
+@pytest.mark.parametrize(("number", "said"), [(errno.EINVAL, None), (errno.EIO, r"a.txt: .* written \(Input")])
 def test_a_disk_that_cannot_flush_is_left_at_that_and_one_with_an_error_is_not(tmp_path, monkeypatch, number, said):
     def fsync(descriptor):
         raise OSError(number, os.strerror(number))

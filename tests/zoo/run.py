@@ -83,11 +83,11 @@ HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 Each fault on this page once made a training wrong without an error: in a public framework, or in this repository, or it
 is a fault of the same kind that was made up for this page. `tests/zoo` inserts each fault into the mini
 recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
-compares this run with a run without the fault, and is not told which fault it is. A run of two processes is compared
-with one process of the same model, and a resumed run with the run that it continues.
+compares this run with a run without the fault, and does not know which fault was inserted. A run of two processes is
+compared with one process of the same model, and a resumed run with the run that it continues.
 
-`python -m tests.zoo.run` repeats all of this and writes this page. If the command is given names of faults, it repeats
-only these faults and keeps the recorded results of the others.
+`python -m tests.zoo.run` repeats all of these runs and comparisons and writes this page. If names of faults are given,
+the command repeats only these faults and keeps the recorded results of all other faults.
 
 A fault counts as caught if the command reports any finding. A fault counts as named if the first printed finding has
 the stage of the comparison and the module that were written down with the fault.
@@ -103,10 +103,10 @@ were trained with `plugins.step_record`. `tc3 accuracy diagnose A B`, with the u
        usually: the save left it out, the resume did not load it, or it was loaded into another part
 
 The option `--all` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the update of every
-weight differ, and from step 4 on the losses differ. This shows that the resume loaded data, weights and moments, but
-not the optimizer's counter. The counter is `global_step` of MindSpore's `Optimizer`; the learning-rate schedule and
+weight differ, and from step 4 on the losses differ. So the resume loaded data, weights and moments, but not the
+optimizer's counter. The counter is `global_step` of MindSpore's `Optimizer`; the learning-rate schedule and
 AdamW's bias correction read it. The fault must therefore lie in the code that loads a checkpoint into the optimizer. In
-this example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0. This reproduces a reported fault of
+this example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0, as in a reported fault of
 DiM-DiffusionMamba: the model is loaded, but the learning rate starts from the beginning. Comparing two recorded runs
 takes a second of processor time.
 

@@ -98,7 +98,7 @@ def dump(
 @click.option(
     "--promoted",
     is_flag=True,
-    help="Do not report as a finding that GOLDEN was computed in a wider data type than BENCH.",
+    help="Accept that a tensor of GOLDEN has a wider data type than in BENCH; without this option, that is a finding.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
@@ -216,7 +216,7 @@ class DtypeName(click.ParamType):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def accuracy() -> None:
-    """Verify that the arithmetic is right, as section 3 of the training report does."""
+    """Verify that operators and trainings compute right results, by the methods of section 3 of the training report."""
 
 
 for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command, diagnose_command):
@@ -246,7 +246,7 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 @click.option(
     "--shipped",
     is_flag=True,
-    help="Also compare the golden results that this host computes with those that another CPU computed.",
+    help="Also compare the golden results that this host computes with the stored golden results of another CPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @page_option
@@ -309,7 +309,9 @@ def ops(
 
 
 def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
-    """Return  "shipped" -> what the comparison with the shipped golden results says."""
+    """Return a dictionary with the key "shipped", which holds the result of the comparison with the stored golden
+    results.
+    """
     from tools.accuracy.operators.shipped import differences, read_shipped
 
     content = read_shipped()

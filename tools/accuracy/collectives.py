@@ -227,7 +227,9 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def _wrong(told: Any) -> str:
-    """Return what a record has that no run writes; "" if it is a record of one rank's first step."""
+    """Return in words the first property of a record that no run writes; "" if it is a record of one rank's
+    first step.
+    """
     if not isinstance(told, dict):
         return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:

@@ -24,8 +24,8 @@ _MARKS = digits + ascii_lowercase
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """Return (purpose, command) for each command that keeps other processes off the workers' cores. These commands need
-    root permission. The list is empty if no core is left for the system.
+    """Return (purpose, command) for each command that keeps other processes off the workers' cores. The returned
+    commands need root permission. The list is empty if no core is left for the system.
     """
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]

@@ -48,7 +48,9 @@ def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
 
 
 def _binds_memory(plan: Plan, numactl: bool) -> bool:
-    """Return memory of the nodes of a worker's cores; a single node could be too small for the two workers near it."""
+    """Return the NUMA nodes of a worker's cores, to which the worker's memory is bound; a single node could be too
+    small for the two workers near it.
+    """
     return numactl and len(plan.host.nodes) > 1 and all(worker.memory for worker in plan.workers)
 
 

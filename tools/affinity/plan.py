@@ -157,8 +157,8 @@ def _unbound(host: Host, devices: list[int | None], total: int) -> Plan:
 
 
 def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]]) -> list[int]:
-    """Return the node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by
-    cores.
+    """Return the NUMA node nearest to each worker's NPU; without an NPU, or if this node is not known, assign the nodes
+    in turn by their numbers of cores.
     """
     by_core = [node for node, cores in free.items() for _ in cores]
     spread = [by_core[rank * len(by_core) // len(devices)] for rank in range(len(devices))]
@@ -167,8 +167,8 @@ def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]])
 
 
 def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapping[int, list[int]]) -> list[Worker]:
-    """Return workers with whole cores: each node's cores are dealt out in the workers' order, a worker's nearest cores
-    first.
+    """Return workers with whole cores: each node's cores are dealt out in the order of the workers, and each worker's
+    nearest cores come first.
     """
     nodes = list(free)
     counts = shares(homes, {node: len(cores) for node, cores in free.items()}, host.distance)

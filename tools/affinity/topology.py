@@ -35,7 +35,7 @@ def allowed(root: Root) -> list[int] | None:
 
 
 def _status(root: Root, name: str) -> str:
-    """Return a line of what Linux says of the process; empty where it does not."""
+    """Return a line of Linux's status of this process; "" if Linux does not state it."""
     lines = (root.read("/proc/self/status") or "").splitlines()
     return next((line.removeprefix(name) for line in lines if line.startswith(name)), "")
 
@@ -130,7 +130,9 @@ def _nodes(root: Root) -> dict[int, list[int]]:
 
 
 def _lscpu_nodes(text: str) -> dict[int, list[int]]:
-    """Return node -> cores of `lscpu -p`: CPU,Core,Socket,Node,..., lines of # apart; a node that is not said is 0."""
+    """Return a dictionary node -> cores from the output of `lscpu -p`, whose lines are CPU,Core,Socket,Node,... and
+    comments that begin with #; a core without a node counts to node 0.
+    """
     found: dict[int, list[int]] = {}
     for line in text.splitlines():
         row = line.split(",")
@@ -153,7 +155,7 @@ def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
 
 
 def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
-    """Return nodes that have memory and that the process may take it from; all of them where nothing says."""
+    """Return the NUMA nodes that have memory which this process may use; all nodes if Linux does not state them."""
     texts = (_status(root, "Mems_allowed_list:"), root.read(f"{NODES}/has_memory"))
     lists = [expand(text) for text in texts if text]
     return set(nodes).intersection(*lists)
@@ -174,13 +176,13 @@ def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
 
 
 def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | None:
-    """Return the node of a PCI device; Linux says -1 where the firmware does not."""
+    """Return the NUMA node of a PCI device; Linux states -1 if the firmware does not name the node."""
     number = int(root.read(f"/sys/bus/pci/devices/{bus}/numa_node") or -1)
     return number if number in nodes else None
 
 
 def _refuse_empty_root(context: click.Context, option: click.Parameter, root: Path) -> Path:
-    """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
+    """Refuse a folder that holds no file of a host, because every check would then be unknown and none would fail."""
     if not any((root / name).is_dir() for name in _HOST_FOLDERS):
         raise ClusterError(
             f"--root {root}: the folder is not a recording of a host: it holds none of {', '.join(_HOST_FOLDERS)}"

@@ -142,7 +142,9 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
 
 
 def _groups(view: View, built: Built, found: Findings) -> None:
-    """Check that MindSpore takes the number of devices, and makes the communication groups of the parallel degrees."""
+    """Check that MindSpore supports the number of devices, and that it can create the communication groups of the
+    parallel degrees.
+    """
     if not splits_over(view.devices):
         wrong = f"the degrees make {view.devices} devices, and MindSpore splits a model over {SIZES} only"
         found.error((*PARALLEL, "data_parallel"), wrong, "write degrees whose product is such a number")
@@ -459,7 +461,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
 
 
 def _ulysses(view: View, built: Built, found: Findings) -> None:
-    """Warn of a setting that brings nothing; refuse one that does not compile."""
+    """Warn of Ulysses settings that have no effect, and refuse those that do not compile."""
     try:
         model = model_of(built.fields)
     except (KeyError, TypeError, ValueError):

@@ -75,7 +75,7 @@ _NOT_DERIVED = ("qk_head_dim", "qk_pos_emb_head_dim", "moe_router_topk")
 
 
 def _left_out(view: View, built: Built, found: Findings) -> None:
-    """Warn of sizes that the recipe does not write, and that MindFormers takes from the class of another model."""
+    """Warn of sizes that the recipe does not state, and that MindFormers takes from the class of another model."""
     latent = bool(built.fields.get("multi_latent_attention"))
     attention, experts = _OF_LATENT if latent else _OF_GROUPED, _OF_EXPERTS if built.number("num_moe_experts") else ()
     taken = {}
@@ -96,7 +96,7 @@ def _left_out(view: View, built: Built, found: Findings) -> None:
 
 
 def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings) -> None:
-    """Report one key that no rule maps: harmless only where what was meant by it is there anyway."""
+    """Report a key that no converter rule maps, unless the model has the wanted value in any case."""
     model, path = schema.model_type(view.recipe), (*MODEL, key)
     ignored = key in schema.models[model]["ignored"]
     value, target = view.get(path), schema.intended.get(key)
@@ -160,7 +160,9 @@ _DROPPED = ("mlp_bias", "logn", "share_attention", "share_ffn", "embed_layernorm
 
 
 def _not_computed(view: View, schema: Schema, found: Findings) -> None:
-    """Report what a public config.json may say, and MindFormers' training graph takes and does not compute."""
+    """Report keys that a public config.json may have, and that MindFormers' training graph accepts but does not
+    compute.
+    """
     every = "MindFormers drops this key, and every token attends to all tokens before it"
     if view.flag((*MODEL, "use_sliding_window")):
         found.error((*MODEL, "use_sliding_window"), every, "write False")

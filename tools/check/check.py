@@ -221,7 +221,7 @@ def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
 
 
 def _own_budget(view: View, length: int) -> int | None:
-    """Return tokens that the recipe itself asks for: its samples, or its schedule."""
+    """Return the number of tokens that the recipe itself asks for, by its number of samples or by its schedule."""
     epochs = view.number(("runner_config", "epochs"), 1)
     if view.samples:
         return epochs * view.ramp.samples_until(view.ramp.steps_of(view.samples)) * length or None
@@ -274,6 +274,6 @@ def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _short(number: int) -> str:
-    """Return 1234567 as 1.23M."""
+    """Return a number in short form: 1234567 as 1.23M."""
     units = {10**12: "T", 10**9: "B", 10**6: "M", 10**3: "K"}
     return next((f"{number / unit:.3g}{name}" for unit, name in units.items() if number >= unit), str(number))

@@ -364,7 +364,9 @@ Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right,
 
 
 def _on_cpu(view: View, built: Built, found: Findings) -> None:
-    """Report what the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
+    """Report settings that a CPU refuses deep inside MindSpore, and settings that only a CPU silently computes
+    wrongly.
+    """
     mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
     unclipped = "True, with a max_grad_norm above every gradient"
     rules: list[Rule] = [

@@ -114,7 +114,7 @@ def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found
 
 
 def _batch_ramp(view: View, found: Findings) -> None:
-    """Report what the plugin refuses, and a run that ends before its batch has grown."""
+    """Report the errors of the plugin's reader, and a run that ends before its batch has grown to its full size."""
     with _refusals((), found):
         batch_ramp.check(view.recipe)
         last, steps = view.ramp.stages[-1][0], view.ramp.steps_of(view.samples)
@@ -159,7 +159,7 @@ def _packed_labels(view: View, on: bool, found: Findings) -> None:
 
 
 def _yarn(view: View, found: Findings) -> None:
-    """Report what the plugin refuses, and positions beyond those that it stretches to."""
+    """Report the errors of the plugin's reader, and positions beyond the range to which YaRN stretches RoPE."""
     scaling = view.get((*MODEL, "rope_scaling"))
     if isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) not in ("rope", "yarn", None):
         return  # refused by name already
@@ -229,7 +229,7 @@ def _expert_balance(view: View, built: Built, found: Findings) -> None:
 
 @contextmanager
 def _refusals(section: KeyPath, found: Findings, rule: str = "") -> Iterator[None]:
-    """Yield what a plugin's reader refuses, at the key that it names."""
+    """Yield each error of a plugin's reader, at the key that the error names."""
     try:
         yield
     except RecipeError as error:

@@ -223,12 +223,12 @@ class Stored:
         return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
 
     def _copies(
-        self, name: str, place: int, shape: tuple[int, ...], storage: Mapping[str, Any]
+        self, name: str, number: int, shape: tuple[int, ...], storage: Mapping[str, Any]
     ) -> tuple[tuple[int, str], ...]:
-        entries = storage.get(str((name, (place,))), [])
+        entries = storage.get(str((name, (number,))), [])
         if not entries:
             raise CheckpointError(
-                f"{self.folder}: {name}: metadata.json names no file that holds slice {place}; copy the checkpoint "
+                f"{self.folder}: {name}: metadata.json names no file that holds slice {number}; copy the checkpoint "
                 "again"
             )
         for entry in entries:
@@ -236,8 +236,8 @@ class Stored:
             if name not in self.files.get(file, {}):
                 gone = "; the file is not there" * (file not in self.files)
                 raise CheckpointError(
-                    f"{self.folder / file}: the file does not hold {name}, although {METADATA} says so{gone}; copy the "
-                    "checkpoint again"
+                    f"{self.folder / file}: the file does not hold {name}, although {METADATA} says that it "
+                    f"does{gone}; copy the checkpoint again"
                 )
             if (found := self.files[file][name].shape) != shape:
                 raise CheckpointError(
@@ -250,7 +250,8 @@ class Stored:
 def _gone(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or (error if path.exists() else "No such file or directory")
     return CheckpointError(
-        f"{path}: cannot be read ({reason}); if a run that trains has removed this checkpoint (checkpoint.save_max), "
+        f"{path}: the file cannot be read ({reason}); if a run that trains has removed this checkpoint "
+        f"(checkpoint.save_max), "
         "name a newer one, or a copy"
     )
 

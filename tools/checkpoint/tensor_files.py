@@ -70,7 +70,7 @@ def read_headers(file: Path) -> dict[str, Header]:
             length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
             text = data.read(min(length, size))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
     try:
         content = json.loads(text)
         content.pop("__metadata__", None)
@@ -104,7 +104,7 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
 
 
 def _width(header: Header, file: Path, name: str) -> int:
-    """Return bytes of an element."""
+    """Return the bytes of one element of a type."""
     if header.dtype not in _WIDTHS:
         raise CheckpointError(
             f"{file}: {name} is of the unknown type {header.dtype!r}; the known types are {', '.join(_WIDTHS)}"
@@ -188,8 +188,8 @@ def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Itera
 
 
 class _Hash:
-    """A `_Hash` computes a SHA-256 in a separate thread: it takes as long as all the rest, and does not hold Python's
-    lock.
+    """A `_Hash` computes a SHA-256 in a separate thread, because the computation takes as long as the rest of the work
+    and does not hold Python's lock.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ INSTRUCTIONS_OUTPUT = (
 )
 INSTRUCTIONS_HELD_OUT = (
     "Leave the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For "
-    "stdlib and the same seed, `tc3 data prepare` leaves the same modules out."
+    "stdlib, `tc3 data prepare` with the same share and seed holds out the same modules."
 )
 
 

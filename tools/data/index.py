@@ -153,7 +153,7 @@ def _require(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: there is no such file; give PREFIX, which is the path without .bin or .idx") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
 
 
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
@@ -274,7 +274,7 @@ def read_blend(data_path: Any) -> Blend:
     entries = data_path if isinstance(data_path, list) else []
     if not entries or not all(type(entry) in (str, int, float) for entry in entries):
         raise DataError(
-            f"the value must be a list such as ['1', PREFIX], of weights and paths; {data_path!r} is not one"
+            f"the value must be a list such as ['1', PREFIX], of a weight and a path for each corpus, not {data_path!r}"
         )
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
@@ -313,7 +313,7 @@ def training_share(split: str) -> float:
     except ValueError:  # such as 1.2.3
         shares = []
     if not shares or not shares[0]:
-        raise DataError("this trains on no document; write '1, 0, 0'")
+        raise DataError("this value leaves no document for training; write '1, 0, 0'")
     if len(shares) > _SPLITS:
         raise DataError(f"this has {len(shares)} numbers, but there are {_SPLITS} parts; write '1, 0, 0'")
     return shares[0] / sum(shares)

@@ -148,7 +148,7 @@ def _collect(options: Options, skips: Skips) -> _Found:
 
 
 def _module(path: Path) -> str:
-    """Return what a file is imported as, without the packages around it."""
+    """Return the name of the module that a file is imported as, without the names of packages."""
     return path.parent.name if path.stem == "__init__" else path.stem
 
 
@@ -202,13 +202,13 @@ def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
     try:
         text = file.read_text("utf-8")
     except OSError as error:
-        raise DataError(f"{key}: {file}: cannot be read ({error.strerror}); {_WANTED}") from None
+        raise DataError(f"{key}: {file}: the file cannot be read ({error.strerror}); {_WANTED}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}: {file}: {not_json(error)}; {_WANTED}") from None
+        raise DataError(f"{key}: {file}: the file {not_json(error)}; {_WANTED}") from None
     try:
         listed = json.loads(text) if text.lstrip().startswith("[") else None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{key}: {file}: {not_json(error)}; {_WANTED}") from None
+        raise DataError(f"{key}: {file}: the file {not_json(error)}; {_WANTED}") from None
     rows = enumerate(listed, 1) if listed is not None else _parsed(key, file, text)
     for number, row in rows:
         wrong = "the conversation is not a mapping" if not isinstance(row, dict) else ""
@@ -227,7 +227,7 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{key}: {file}:{number}: {not_json(error)}; {_WANTED}") from None
+                raise DataError(f"{key}: {file}:{number}: this line {not_json(error)}; {_WANTED}") from None
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
@@ -281,9 +281,8 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise DataError(
-            f"{key}: {folder}: there is no such folder; name the tokenizer of the weights to begin with, such as that "
-            "which "
-            f"launch/quickstart makes, by --set {key}=FOLDER"
+            f"{key}: {folder}: there is no such folder; name the folder of the starting weights' tokenizer "
+            f"(launch/quickstart makes one) with --set {key}=FOLDER"
         )
     file = folder / "tokenizer.json"
     if not file.is_file():

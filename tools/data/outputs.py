@@ -119,9 +119,9 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
             f"{path}: there is no such file, which `tc3 data prepare` writes beside .bin and .idx{hint}"
         ) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: {not_json(error)}") from None
+        raise DataError(f"{path}: the file {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
         raise DataError(f"{path}: `tc3 data prepare` did not write this file; prepare the corpus again")
     return content

@@ -107,7 +107,7 @@ def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[s
 
 
 def _keep_inputs(options: PrepareOptions) -> None:
-    """Raise `DataError` where an output would take the place of an input."""
+    """Raise `DataError` if an output file would replace an input file."""
     outs = {path.name: path for path in outputs.files_of(options.output, options.splits) if os.path.exists(path)}
     for path in options.corpus.files() if outs else ():
         if path.name in outs and os.path.samefile(path, outs[path.name]):
@@ -249,7 +249,9 @@ def _sidecar(
 
 
 def _tokenizer_path(options: PrepareOptions) -> str:
-    """Return a name when the folder is (or will be) beside the pair, so that both can move together; else absolute."""
+    """Return only the name of the tokenizer's folder if the folder is (or will be) beside the pair, so that both can be
+    moved together; otherwise return its absolute path.
+    """
     if options.tokenizer == "bytes":
         return outputs.tokenizer_name(options.output.name)
     folder = real_path(options.tokenizer)
@@ -257,7 +259,7 @@ def _tokenizer_path(options: PrepareOptions) -> str:
 
 
 def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int, reporter: Reporter) -> None:
-    """Read the staged pairs back; raises `DataError` when one does not hold what the sources say."""
+    """Read the new pairs in the staging folder back; raise `DataError` if a pair differs from its sources."""
     fraction = min(1.0, VERIFY_BYTES / max(size, 1))
     for split in options.splits:
         prefix = stage / outputs.split_name(options.output.name, split)

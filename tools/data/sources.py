@@ -215,7 +215,7 @@ def _mode(name: str) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"--input {name}: there is no such file or folder{_nearest(Path(name))}") from None
     except OSError as error:
-        raise DataError(f"--input {name}: cannot be read ({error.strerror})") from None
+        raise DataError(f"--input {name}: the file cannot be read ({error.strerror})") from None
 
 
 def _walk(root: Path, globs: tuple[str, ...], stdlib: bool = False) -> Iterator[Path]:
@@ -246,12 +246,12 @@ def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
-        link = f"; it is a link to {os.readlink(path)}: mend or delete it" if os.path.islink(path) else ""
-        raise DataError(f"{path}: cannot be read ({error.strerror}){link}") from error
+        link = f"; it is a link to {os.readlink(path)}; correct or delete the link" if os.path.islink(path) else ""
+        raise DataError(f"{path}: the file cannot be read ({error.strerror}){link}") from error
 
 
 def _refuse(error: OSError) -> None:
-    raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
+    raise DataError(f"{error.filename}: the file cannot be read ({error.strerror})")
 
 
 def _matches(name: str, globs: tuple[str, ...]) -> bool:
@@ -274,7 +274,9 @@ def _is_jsonl(path: Path) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yield (stream of content, raw file whose `tell` is bytes on disk); both are the same without gzip."""
+    """Yield (stream of the decompressed content, raw file whose `tell` counts bytes on the disk); without gzip both are
+    the same file.
+    """
     try:
         with open(path, "rb") as raw:
             if path.name.endswith(".gz"):
@@ -284,7 +286,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: the gzip file is truncated or broken ({error}); copy it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from error
 
 
 class _SkipError(Exception):

@@ -153,7 +153,9 @@ def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str
 
 
 def _every(commands: Mapping[str, str], limit: float, told: _Meaning) -> dict[str, tuple[Any, Skew | None]]:
-    """Return host -> what `told` makes of the output of its command, and the difference of its clock."""
+    """Return a dictionary host -> the result of `told` for the output of the host's command, and the difference of the
+    host's clock.
+    """
     hosts = list(commands)
     sessions = _Sessions(limit)
     with terminate_as_interrupt(), Progressing(f"asking {len(hosts)} hosts", len(hosts)) as progress:
@@ -189,8 +191,8 @@ def remote_command(argv: Sequence[str]) -> str:
 
 
 class _Sessions:
-    """A `_Sessions` holds the ssh processes that run, each with an end to its time; ended with all that they have
-    started.
+    """A `_Sessions` holds the running ssh processes, each with its time limit; when a process ends, all processes that
+    it has started end, too.
     """
 
     def __init__(self, limit: float):
@@ -295,7 +297,7 @@ def _send(process: Popen[bytes], text: bytes) -> None:
 
 
 def _all(process: Popen[bytes]) -> bytes:
-    """Return a process's output to the end, or a little more than any report has."""
+    """Return the whole output of a process, up to a size slightly above that of any report."""
     assert process.stdout is not None
     parts, size = [], 0
     while size <= _MOST and (part := process.stdout.read(1 << 16)):

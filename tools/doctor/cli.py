@@ -85,7 +85,8 @@ def doctor(
             )
         if nodes.is_dir() and wants_probe:
             raise click.UsageError(
-                "--probe does not go with reports in a folder, which hold their probes already; leave out --probe"
+                "--probe cannot be given with a folder of reports, which already hold the results of their probes; "
+                "leave out --probe"
             )
         words = [] if recipe is None else [str(recipe.absolute())]
         words += ["--probe"] * wants_probe + (["--workers", str(workers)] if workers is not None else [])
@@ -102,7 +103,9 @@ def doctor(
 
 
 def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoReturn:
-    """Print what sets hosts apart, and end: with 1 if any of them is unfit or gives no report."""
+    """Print the differences between hosts, and end the command: with exit code 1 if any host is unfit or gives no
+    report.
+    """
     answers = read_folder(nodes) if nodes.is_dir() else ask_all(read_hosts(nodes)[0], words, limit)
     comparison = compare(answers)
     click.echo(
@@ -112,7 +115,9 @@ def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoRe
 
 
 def _text(findings: list[Finding]) -> str:
-    """Return a line for each check; why, and what mends it, below those that want something; last again what fails."""
+    """Return a line for each check; below a check that is not ok follow the reason and the remedy, and failing checks
+    are repeated at the end.
+    """
     width, lines = max(len(item.check) for item in findings), []
     for item in findings:
         verdict = click.style(f"{item.verdict:8s}", fg=COLOURS[item.verdict])

@@ -99,7 +99,9 @@ def _grouped(values: Mapping[str, str]) -> list[tuple[str, list[str]]]:
 
 
 def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
-    """Return hosts without a report, by the reason; what stands for a host's own name in it is the same for all."""
+    """Return the hosts without a report, grouped by the reason; in the reasons a placeholder replaces the host's own
+    name, so that equal reasons are equal texts.
+    """
     troubles = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Trouble)}
     found = []
     for words, hosts in _grouped({host: trouble.words.replace(host, "HOST") for host, trouble in troubles.items()}):
@@ -110,7 +112,7 @@ def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
 
 
 def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
-    """Return hosts with another value than most, and hosts that do not tell."""
+    """Return the hosts that have another value of a fact than most hosts, and the hosts that do not report the fact."""
     told = {host: report.facts.get(name) for host, report in reports.items()}
     known = {host: value for host, value in told.items() if value is not None}
     silent = [host for host, value in told.items() if value is None]
@@ -134,7 +136,9 @@ def _common(reports: Mapping[str, Report]) -> dict[str, str]:
 
 
 def _check(name: str, reports: Mapping[str, Report]) -> tuple[list[Outlier], Verdict | None]:
-    """Return hosts by what a check says of them, fails in any case; and its verdict where it is the same everywhere."""
+    """Return the hosts grouped by the verdict of one check (failing hosts in any case, other verdicts only if they
+    differ), and the verdict if it is the same on all hosts.
+    """
     items = {host: item for host, report in reports.items() for item in report.findings if item.check == name}
     verdicts = Counter(item.verdict for item in items.values())
     same = next(iter(verdicts)) if len(verdicts) == 1 and len(items) == len(reports) else None
@@ -156,7 +160,8 @@ def _mend(name: str) -> str:
 
 
 def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
-    """Return clocks that differ from the middle one by more than is allowed, beyond the error of the measurement.
+    """Return the hosts whose clock differs from the median clock by more than the allowed difference plus the error of
+    the measurement.
 
     A difference that the round trip hides is unknown, and so is a clock that nobody measured.
     """
@@ -183,15 +188,15 @@ def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
 
 
 def _range(seconds: Iterable[float]) -> str:
-    """Return ``+1.204 s``, or from the least to the most."""
+    """Return one difference as text, such as ``+1.204 s``, or the smallest and the largest of several differences."""
     values = sorted(seconds)
     least, most = f"{values[0]:+.3f}", f"{values[-1]:+.3f}"
     return f"{least} s" if least == most else f"{least} to {most} s"
 
 
 def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
-    """Return workers, links and disks that are slower than those of all hosts; hosts without a probe where others have
-    one.
+    """Return the workers, links and disks that are slower than those of all hosts, and the hosts without a probe if
+    other hosts have one.
     """
     probes = {host: report.probe for host, report in reports.items() if report.probe is not None}
     if not probes:
@@ -209,8 +214,8 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def _first_hour(reports: Mapping[str, Report]) -> list[Outlier]:
-    """Return hosts whose own report says (`--measured`) that they are slower than the workers of a first hour: hosts
-    that are all slow have no faster peer among each other.
+    """Return the hosts whose own report says (`--measured`) that they are slower than the workers that `tc3 firsthour`
+    measured, because hosts that are all slow have no faster peer among each other.
     """
     told: dict[Verdict, dict[str, list[Finding]]] = {}
     for host, report in reports.items():

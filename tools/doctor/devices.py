@@ -287,8 +287,8 @@ def ascend_software(patient: Patient) -> Answer:
 
 
 def _takes_firmware(ranges: str, version: str) -> bool:
-    """Return whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends'
-    digits.
+    """Return whether a version lies in one of the ranges of a text such as ``[6.4.0,6.4.99],[7.0.0,8.9.9]``; both ends
+    belong to a range, and versions are compared number by number.
 
     Ranges in another form say nothing, and take everything.
     """

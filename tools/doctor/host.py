@@ -216,7 +216,7 @@ def interrupts(patient: Patient) -> Answer:
 
 
 def _limit(patient: Patient, name: str) -> float:
-    """Return a soft limit of the process; infinite for none."""
+    """Return a soft limit of this process; infinity if there is no limit."""
     row = patient.find(rf"^{name}\s+(\S+)", "/proc/self/limits", "no limits can be read")
     return float("inf") if row[1] == "unlimited" else int(row[1])
 

@@ -220,7 +220,7 @@ def name(worker: Worker) -> str:
 
 
 def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
-    """Return what is said of a worker without its peers."""
+    """Return the findings about a worker that need no comparison with other workers."""
     if worker["failed"]:
         yield Outlier(host, name(worker), "worker", "fail", worker["failed"])
     if worker["throttled"] and (share := median(worker["throttled"])) > STOPPED:
@@ -251,7 +251,9 @@ def times_of(measure: str, rounds: Sequence[float]) -> Times:
 def _slower(
     measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
 ) -> dict[Key, str]:
-    """Return key -> what was seen, of those whose rounds are slower than their peers'."""
+    """Return a dictionary key -> description of the measured times, for each entry of `rounds` that is slower than its
+    peers.
+    """
     found = slow({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
     return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
 
@@ -286,7 +288,9 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
 
 
 def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Compare the disks of hosts: workers of one host share its disk, and are one number."""
+    """Compare the disks of hosts; the workers of one host share its disk, so all their measurements count as those of
+    one disk.
+    """
     every = {host: [number for one in report["workers"] for number in one["disk"]] for host, report in reports.items()}
     rounds = {host: numbers for host, numbers in every.items() if numbers}
     named = _slower("disk", rounds, dict.fromkeys(rounds, FLOORS["disk"]), "hosts")
@@ -302,7 +306,7 @@ def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
-    """Compare links within a host with those of all hosts, and links between places with each other."""
+    """Compare links within a host with the links within all hosts, and links between hosts with each other."""
     groups: dict[bool, dict[Ends, Link]] = defaultdict(dict)
     for host, report in reports.items():
         for link in report["links"]:
@@ -315,7 +319,9 @@ def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "lat
 def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
-    """Name each worker whose best link is slow, and then the slow links of all others, one by one."""
+    """Return a finding for each worker whose best link is slow, and then one for each slow link between other
+    workers.
+    """
     times = {ends: times_of(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
     judged = {ends for ends, share in waited.items() if share <= _MOST_LINK_WAITED}
@@ -384,7 +390,9 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
 
 
 def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
-    """Return ok where every worker was compared, unknown where one had no peer."""
+    """Return a finding that is ok if every worker was compared with another one, and unknown if a worker had no
+    peer.
+    """
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(
         f"; {note}" for note in dict.fromkeys(note for report in reports.values() for note in report["notes"])
@@ -441,7 +449,7 @@ def against(probe: Probe, bundle: Bundle) -> list[Finding]:
 
 
 def _slower_than(worker: Worker, peers: Sequence[Worker], measure: Measure, on_cores: bool) -> Iterator[Finding]:
-    """Yield a finding if a worker is slower than the hour's workers of its kind."""
+    """Yield a finding if a worker is slower than the workers of its kind that `tc3 firsthour` measured."""
     rates = [median(peer[measure]) for peer in peers if peer[measure]]
     if not worker[measure] or not rates:
         return

@@ -344,8 +344,8 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "wants_probe",
         is_flag=True,
         help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
-        "and fail if one worker is slower than the others. Probe only a host on which no training runs, because each "
-        "would slow down the other.",
+        "and fail if one worker is slower than the others. Probe only a host on which no training runs, because the "
+        "probe and the training would slow each other down.",
     )
     return flag(workers(command))
 

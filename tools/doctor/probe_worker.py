@@ -93,7 +93,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> int:
-    """Return how many messages came."""
+    """Return the number of messages that arrived."""
     buffer, count = memoryview(bytearray(MESSAGE)), 0
     with connection:
         _prepare(connection)
@@ -134,7 +134,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, content: bytes) -> float:
-    """Return seconds until it is acknowledged."""
+    """Return the seconds until the other worker has acknowledged a message."""
     began = time.perf_counter()
     connection.sendall(len(content).to_bytes(8, "big") + content)
     if not connection.recv(1):

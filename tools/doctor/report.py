@@ -84,7 +84,7 @@ def _python_facts(patient: Patient) -> Facts:
 
 
 def _npu_fact(patient: Patient) -> str | None:
-    """Return ``8 x 910B3``; devices without a name where npu-smi does not tell."""
+    """Return the NPUs as text, such as ``8 x 910B3``; without a name if npu-smi does not state it."""
     chips = Counter(chip.name for chip in host.chips(patient.root.ask("npu-smi", "info") or ""))
     if chips:
         return ", ".join(f"{count} x {name}" for name, count in sorted(chips.items()))
@@ -93,7 +93,9 @@ def _npu_fact(patient: Patient) -> str | None:
 
 
 def _recipe_facts(patient: Patient) -> Facts:
-    """Return digests of the flat recipe (bases merged in), and of what lies at its data's prefixes on this host."""
+    """Return digests of the flat recipe (with its bases merged in), and of the files at its data's prefixes on this
+    host.
+    """
     view = patient.recipe
     if view is None:
         return {}
@@ -106,8 +108,8 @@ def _recipe_facts(patient: Patient) -> Facts:
 
 
 def _data_fact(prefix: str) -> str | None:
-    """Return sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it. Other text has other
-    lengths.
+    """Return the sizes of .idx and .bin, and a digest of up to 16 MiB of each file, spread over the file. (Corpora with
+    other text have documents of other lengths.)
     """
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
@@ -200,8 +202,8 @@ def _kinds(form: Any) -> dict[str, Any]:
 
 
 def _has_form(value: Any, form: Any) -> bool:
-    """Return whether a value out of JSON has a form: a TypedDict or dataclass, a list, a choice of words, or a plain
-    type.
+    """Return whether a value that was read from JSON has the form that a type describes: a TypedDict or dataclass, a
+    list, a choice of words, or a plain type.
     """
     if is_typeddict(form) or is_dataclass(form):
         kinds = _kinds(form)

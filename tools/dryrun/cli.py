@@ -78,14 +78,16 @@ class Ranks(click.ParamType):
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Subtract what framework and driver use, as tc3 firsthour measured it with RECIPE, from the memory limit.",
+    help="Subtract from the memory limit the memory that framework and driver use, which tc3 firsthour measured with "
+    "RECIPE.",
 )
 @overrides_option
 @jobs_option
 @click.option(
     "--prove",
     is_flag=True,
-    help="Also report what tc3 prove reports; for this, one more rank is compiled for each axis, and the last rank.",
+    help="Also report what tc3 prove reports, for which one more rank along each axis of the device mesh, and the "
+    "last rank, are compiled.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -98,8 +100,8 @@ class Ranks(click.ParamType):
     "--time-line",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on the fullest stage at each forward and backward pass (.svg, .png), or write its "
-    "numbers (.json).",
+    help="Draw the memory in use on the fullest stage at each forward and backward pass (.svg, .png), or write the "
+    "values (.json).",
 )
 @unverified_option
 def dryrun(

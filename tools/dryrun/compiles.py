@@ -82,7 +82,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
 
 
 def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
-    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
+    """Compile with a progress bar on a terminal; each result is stored as soon as its compile ends."""
     if not jobs:
         return []
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -194,7 +194,7 @@ class _Run:
             return {"rank": self.job.rank, "stage": self.job.stage, "error": error}
         code = self.process.returncode
         why = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        why += ", as the kernel does when memory is short" * (code == -signal.SIGKILL)
+        why += ", which the kernel sends when memory is full" * (code == -signal.SIGKILL)
         last = f": {lines[-1]}" if lines else ""
         raise ClusterError(f"the compile of rank {self.job.rank} ended without a result ({why}){last}")
 

@@ -96,7 +96,7 @@ def read_graph(file: Path) -> GraphText:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
             root, graphs, parameters = _parse(lines)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ClusterError(f"{file}: cannot be read ({error})") from None
+        raise ClusterError(f"{file}: the file cannot be read ({error})") from None
     if root not in graphs:
         raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
     for nodes in graphs.values():

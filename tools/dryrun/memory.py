@@ -311,7 +311,9 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
 
 
 def _kept(chunk: Mapping[str, Any]) -> Bytes:
-    """Return what a micro-batch leaves, by module; of a chunk whose modules are not known all of it is "other"."""
+    """Return the bytes that a micro-batch keeps in a chunk, by module; if the modules of the chunk are not known, all
+    bytes count as "other".
+    """
     modules = chunk.get("modules") or {OTHER: chunk["saved"]}
     return {Owner(KEPT, module): float(size) for module, size in modules.items()}
 

@@ -70,7 +70,7 @@ def _fitting(recipe: Recipe, devices: int) -> Recipe:
 
 
 def _of_stage(value: Any, stage: Stage) -> Any:
-    """Return what a setting of recomputation says of one stage: lists of counts become a list of one count."""
+    """Return the value of a recompute setting for one stage: a list of counts becomes a list with one count."""
     if isinstance(value, dict):
         return {key: _of_stage(inner, stage) for key, inner in value.items()}
     if not isinstance(value, list) or not value or any(isinstance(item, str) for item in value):

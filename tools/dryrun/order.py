@@ -83,7 +83,7 @@ def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
 
 
 def _difference(first: int, ours: list[Call], other: int, theirs: list[Call], members: tuple[int, ...]) -> str:
-    """Return the first call in which two members of a group part."""
+    """Return a line about the first call in which two members of a group differ; "" if they do not differ."""
     name = _name(members)
     for place, (mine, yours) in enumerate(zip_longest(ours, theirs), 1):
         if mine is None or yours is None:
@@ -123,7 +123,7 @@ def _play(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def _other(call: Call | None, wanted: Call) -> bool:
-    """Return whether a member stands in another call than the wanted one."""
+    """Return whether a member is in another call than the wanted one."""
     return call is None or (call.members, call.op == "p2p") != (wanted.members, wanted.op == "p2p")
 
 
@@ -149,7 +149,7 @@ class Links:
 
 
 class _Rank:
-    """A `_Rank` holds what a compiled rank sends and receives, by how many stages on its peer is."""
+    """A `_Rank` holds the Sends and Receives of a compiled rank, by the distance of the peer in stages."""
 
     def __init__(self, result: Mapping[str, Any], per_stage: int):
         self.rank = result["rank"]
@@ -199,7 +199,7 @@ def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
 
 
 def _own(ends: tuple[int, int], ranks: Sequence[_Rank]) -> tuple[_Rank, _Rank] | None:
-    """Return compiled ranks of these very stages that are each other's peers."""
+    """Return two compiled ranks of exactly these stages that are each other's peers; None if there are none."""
     pairs = ((one, other) for one in ranks for other in ranks if (one.stage, other.stage) == ends)
     return next((pair for pair in pairs if pair[0].place == pair[1].place), None)
 

@@ -242,7 +242,7 @@ def compose(
 
 
 class _Layer(NamedTuple):
-    """A `_Layer` holds what was found of one compiled layer."""
+    """A `_Layer` holds the results for one compiled layer."""
 
     held: list[Held]
     kept: dict[str, int]

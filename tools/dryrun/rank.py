@@ -147,7 +147,9 @@ def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: Virt
 
 
 def _built(cell: Any, view: View) -> list[Held]:
-    """Return what a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
+    """Return the parameters that a data-parallel rank keeps: all parameters, but of the experts only its own
+    (`layerwise_parallel`).
+    """
     held, parameters, away = [], parameters_of(cell), on_host(cell)
     for item in cell.get_parameters():
         part = tuple(item.shape)
@@ -348,7 +350,9 @@ def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
 
 
 def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:
-    """Return one collective; `bytes` is what one rank's tensor holds on its larger side."""
+    """Return one collective as plain values; `bytes` is the size of one rank's tensor on the larger of the two
+    sides.
+    """
     side = getattr(item, _LARGER_SIDE.get(item.op, "inputs"))[:1]
     block = item.attributes.get("block_size", 1)
     plain = {

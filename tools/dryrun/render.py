@@ -57,7 +57,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _fit(report: Mapping[str, Any]) -> str:
-    """Return the verdict on memory, where all stages have one."""
+    """Return the verdict on the memory of all stages, if every stage has one."""
     if report["fit"] == "no limit":
         return "the recipe sets no context.max_device_memory: whether it fits is not said"
     fullest = max(report["stages"], key=lambda stage: stage["memory"]["total"])
@@ -68,7 +68,9 @@ def _fit(report: Mapping[str, Any]) -> str:
 
 
 def _beside(report: Mapping[str, Any]) -> list[str]:
-    """Return what uneven loads need, and moving experts; what does not fit stands among the problems."""
+    """Return the memory that uneven loads and moving experts need; if it does not fit, it is also listed among the
+    problems.
+    """
     words = report["loads"]["words"] if report["loads"] else []
     found = [line for line in words if not any(line in problem for problem in report["problems"])]
     if moving := report["exchange"]:
@@ -128,7 +130,7 @@ def _unknown(told: Sequence[str]) -> list[str]:
 
 
 def _peak(report: Mapping[str, Any]) -> str:
-    """Return who holds the most at the fullest stage's peak."""
+    """Return the owners of the most bytes at the peak of the fullest stage."""
     stage = max(report["stages"], key=lambda stage: stage["peak"]["bytes"])
     owners = [f"{own['part']}: {own['module']} {own['bytes'] / GIB:.1f}" for own in stage["peak"]["owners"][:_OWNERS]]
     when = f" in {stage['peak']['pass']}" if stage["peak"]["pass"] else ""

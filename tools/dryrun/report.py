@@ -183,7 +183,7 @@ def _judged(
 
 
 def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int) -> list[str]:
-    """Return what does not fit although the stages do at even loads."""
+    """Return sentences about memory that does not fit although the stages fit at even loads."""
     found = []
     if judged and judged.loads and judged.verdict != FITS:
         found.append(f"context.max_device_memory: under the loads: {judged.verdict}: {judged.lines[1]}")
@@ -360,7 +360,7 @@ def _stage(
 
 
 def _held_bytes(held: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return bytes that a compiled rank keeps, by kind."""
+    """Return the bytes of the parameters that a compiled rank keeps, by kind."""
     return added({item.kind: item.bytes} for item in (Held(**each) for each in held))
 
 
@@ -376,12 +376,12 @@ def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> l
 
 
 def _trained(held: Sequence[Held]) -> list[Held]:
-    """Return weights that the optimizer updates."""
+    """Return the weights that the optimizer updates."""
     return [item for item in held if item.kind == WEIGHT and item.trainable]
 
 
 def _uneven(found: Sequence[Found], ranks: int) -> list[str]:
-    """Return weights of which the stage's devices do not hold every number equally often."""
+    """Return a line for each weight whose elements are not all held by the same number of the stage's devices."""
     uneven = [(one.stage.number, item) for one in found for item in one.held if item.copies(ranks) % 1]
     return [f"stage {stage}: {item.name} is held {item.copies(ranks):.2f} times" for stage, item in uneven]
 
@@ -443,12 +443,14 @@ def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) ->
 
 
 def _ranks(item: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return whom a call concerns: a group, or for Send and Receive this rank's place and its peer's."""
+    """Return the ranks that take part in a call: the ranks of the group, or for Send and Receive this rank's and its
+    peer's index.
+    """
     return [item["me"], item["peer"]] if "peer" in item else list(groups[item["group"]])
 
 
 def _micros(collectives: Sequence[Mapping[str, Any]]) -> dict[Stream, set[int]]:
-    """Return the micro-batches of which equal Sends, or Receives, are."""
+    """Return for each stream of equal Sends, or Receives, the micro-batches that it carries."""
     found: dict[Stream, set[int]] = {}
     for item in collectives:
         if item.get("micro") is not None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.hierarchical_ep.traffic import Step
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
 from tools.hardware.load import Hardware

@@ -175,7 +175,7 @@ class ExpertTimes(DeviceTimes):
 
 
 def _limited(config: Configuration, nodes: int) -> float:
-    """Return share of the expected traffic between nodes that is left where routing visits few nodes for a token."""
+    """Return the share of the expected traffic between nodes that remains if routing limits a token to few nodes."""
     limit, model = config.model.node_limit, config.model
     if not limit or nodes <= limit:
         return 1.0
@@ -303,7 +303,9 @@ class LayerTimes(ExpertTimes):
         )
 
     def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
-        """Return seconds by which moving summed gradients outlasts the matmul that makes and adds them."""
+        """Return the seconds by which reading and writing the summed gradients takes longer than the matmul that
+        computes and adds them.
+        """
         return max(0.0, self.moving(accumulated_bytes(config, matmul)) - self.multiplying(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:

@@ -267,7 +267,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     else:
         rows = _json_rows(path, text)
     if not rows:
-        raise DataError(f"{path}: tokens: the log holds the loads of no step; write one line for each step")
+        raise DataError(f"{path}: tokens: the log holds no loads; write one line for each step")
     loads = _loads(path, _in_order(rows), config)
     return replace(loads, source=f"{loads.source} without its last line, which is not finished") if left_out else loads
 

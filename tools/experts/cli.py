@@ -100,7 +100,7 @@ def report_command(
     "--to",
     "target",
     type=click.Path(path_type=Path),
-    help="Write into this new folder.  [default: RUN/checkpoint_in_order]",
+    help="Write the copy into this folder, which must not exist yet.  [default: RUN/checkpoint_in_order]",
 )
 @click.option(
     "--salvage",

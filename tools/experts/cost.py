@@ -195,7 +195,9 @@ def draw(advice: Advice, path: Path) -> Path:
 
 
 def _shown_passes(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
-    """Return forward, and the backward that a layer of this recipe has."""
+    """Return the time line of the forward pass, and that of the backward pass with or without recomputation, as a layer
+    of this recipe has it.
+    """
     return timelines.forward, timelines.replayed if again else timelines.backward
 
 
@@ -243,7 +245,9 @@ class Degrees(click.ParamType):
     metavar="NAME|FILE",
     help="Predict the costs for this cluster.",
 )
-@click.option("--hardware", hidden=True, help="Do the same as --cluster, which was called --hardware before.")
+@click.option(
+    "--hardware", hidden=True, help="Give the cluster in this way if a script still uses the old name of --cluster."
+)
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
@@ -312,7 +316,7 @@ def ep_report(
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:
-    """Return the recipe with another EP degree, also where it writes none."""
+    """Return the recipe with another EP degree, also if the recipe does not state any."""
     if View(recipe).has((*PARALLEL, "expert_parallel")):
         return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
     changed = copy.deepcopy(recipe)

@@ -55,7 +55,7 @@ def _figure(found: Study) -> Any:
 
 
 def _draw_heat(figure: Any, found: Study) -> None:
-    """Draw tokens of each expert over the mean of its layer."""
+    """Draw the tokens of each expert divided by the mean of its layer."""
     records = found.source.records
     layers = len(records[0].layers)
     shares = found.tokens / np.maximum(found.tokens.mean(2, keepdims=True), 1e-30)
@@ -92,7 +92,7 @@ def _layer_ticks(axes: Any, found: Study) -> None:
 
 
 def _draw_policies(axes: Any, found: Study) -> None:
-    """Draw max/mean of each step, the mean over layers; smoothed lightly where steps are many."""
+    """Draw the max/mean of each step as the mean over the layers, slightly smoothed if there are many steps."""
     steps = np.array([record.step for record in found.source.records])
     width = max(1, len(steps) // 150)
     for policy, colour in zip(found.policies, _POLICY_COLOURS, strict=False):
@@ -110,7 +110,7 @@ def _draw_policies(axes: Any, found: Study) -> None:
 
 
 def _draw_devices(axes: Any, found: Study) -> None:
-    """Load of each device over the mean, all steps as recorded."""
+    """Draw the load of each device divided by the mean, for all steps as they were recorded."""
     layers, devices = found.devices.shape
     far = max(0.02, float(np.abs(found.devices - 1).max()))
     extent = (-0.5, devices - 0.5, layers - 0.5, -0.5)

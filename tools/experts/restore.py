@@ -30,7 +30,7 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Copy the checkpoint `folder` to `target`, with every expert in the slot of its own number, and record the
+    """Copy the checkpoint `folder` to `target`, with expert e in slot e for every e, and record the
     checksums of the new files. Return the number of restored layers, and the damaged values that were copied
     nevertheless.
 
@@ -95,7 +95,9 @@ def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -
 
 
 def _gathered(name: str, file: str, slots: np.ndarray, stored: Stored) -> np.ndarray:
-    """Return the rows that `file` is to hold of a tensor of experts, run by run from the files that hold them now."""
+    """Return the rows that `file` must hold of a tensor of experts, read in runs of consecutive rows from the files
+    that hold them now.
+    """
     tensor = stored.tensors[name]
     held = [place for place, copies in enumerate(tensor.copies) if any(each == file for _, each in copies)]
     index = np.unravel_index(held[0], tensor.cuts)

@@ -273,7 +273,7 @@ def _policies(source: Source, every: int, spare: int, first: int, seconds: Secon
 
 
 def _recorded(source: Source) -> tuple[Replay, float]:
-    """Return what the run itself did, and the mean seconds of an exchange."""
+    """Return the placements, copies and moves of the run itself as a `Replay`, and the mean seconds of an exchange."""
     records = source.records
     slots = np.stack([record.slots for record in records])
     after = np.stack([record.after[0] for record in records])
@@ -290,7 +290,9 @@ def _recorded(source: Source) -> tuple[Replay, float]:
 
 
 def _differs(source: Source) -> list[int] | None:
-    """Return whether the log is what the recipe's settings give; only a log from the first step on can tell."""
+    """Return the steps after which the log differs from the result of the recipe's settings; None if this is unknown,
+    because the log does not begin with the first step or has no moves, or the recipe is missing.
+    """
     records, settings = source.records, source.settings
     if source.recipe is None or records[0].step != 1 or not any(record.moved for record in records):
         return None

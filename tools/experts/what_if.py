@@ -75,8 +75,8 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
 
 
 def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -> Change:
-    """Return experts that change devices every N steps, as the recipe's `plugins.expert_balance` does, or its
-    defaults.
+    """Return the change in which experts move to other devices every N steps, by the recipe's `plugins.expert_balance`
+    or its defaults.
     """
     section = View(advice.recipe).get(tuple(KEY.split(".")))
     settings = read_settings(section) if section not in (None, False) else Settings()
@@ -104,7 +104,7 @@ def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -
 
 
 def _records(counted: Counted, devices: int) -> list[Record]:
-    """Return the log as a run of the plugin would have recorded it."""
+    """Return the log in the form of the records that a run with the plugin would have written."""
     tokens = np.rint(counted.tokens).astype(np.int64)
     layers = tuple(range(tokens.shape[1]))
     rows = zip(tokens, counted.slots, strict=True)
@@ -143,7 +143,9 @@ def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slo
 
 
 def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Change]:
-    """Yield changes in which devices take at most so many times the mean; the rest of their tokens is dropped."""
+    """Yield changes in which no device takes more than a given multiple of the mean number of tokens; further tokens
+    are dropped.
+    """
     for capacity in CAPACITIES:
         name = f"a device takes at most {capacity:g} x the mean"
         if loads.ratios.max() <= capacity:

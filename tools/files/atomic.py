@@ -135,7 +135,7 @@ def _beside(
     """Yield a path beside `path` that only this caller uses, made before the block and moved to `path` after it."""
     target = Path(path)
     if not target.name:  # "", "." or "/"
-        raise DataError(f"{os.fspath(path)!r}: cannot be written (it is a folder)")
+        raise DataError(f"{os.fspath(path)!r}: this path cannot be written (it is a folder)")
     part = part_of(target)
     try:
         make(part)
@@ -166,7 +166,7 @@ def not_written(target: Path, error: OSError) -> DataError:
             f"{target}: another process has written this folder meanwhile; its files were not changed, and this "
             "command wrote nothing"
         )
-    return DataError(f"{target}: cannot be written ({error.strerror or error})")
+    return DataError(f"{target}: this path cannot be written ({error.strerror or error})")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -177,14 +177,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """
     target = Path(path).absolute()
     if target.is_dir():
-        raise DataError(f"{path}: cannot be written (it is a folder)")
+        raise DataError(f"{path}: this path cannot be written (it is a folder)")
     above = next(folder for folder in target.parents if os.path.lexists(folder))  # a link that leads nowhere, too
     if not above.is_dir():
-        raise DataError(f"{path}: cannot be written ({above} is {what_is(above)})")
+        raise DataError(f"{path}: this path cannot be written ({above} is {what_is(above)})")
     try:
         tempfile.TemporaryFile(dir=above).close()  # root may write where permissions say otherwise, but not everywhere
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({above}: {error.strerror or error})") from None
+        raise DataError(f"{path}: this path cannot be written ({above}: {error.strerror or error})") from None
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:

@@ -109,7 +109,9 @@ def _opened(path: Path) -> TextIO:
 
 
 def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
-    """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
+    """Take the lock of a folder, write into the lock file which process holds it, and release the lock when `held`
+    closes; if the start fails, remove the file.
+    """
     path = folder / LOCK
     lock = held.enter_context(_opened(path))
     try:

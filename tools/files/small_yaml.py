@@ -89,6 +89,6 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
         return content.decode("utf-8")
     except UnicodeDecodeError as wrong:
         line = content[: wrong.start].count(b"\n") + 1
-        raise error(f"{file}:{line}: cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
+        raise error(f"{file}:{line}: the file cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
     except ValueError as wrong:  # a NUL in the name
         raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: this is not the name of a file") from None

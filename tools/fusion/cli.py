@@ -133,7 +133,7 @@ def fusion(
 
 
 def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | None, use_cache: bool) -> Pieces:
-    """Compile what is not in the cache, and count."""
+    """Compile the graphs that are not in the cache, and count the operators of all graphs."""
     view = View(recipe)
     if view.cpu_classes:
         raise RecipeError(

@@ -124,7 +124,7 @@ def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules =
 
 
 def _type(operator: Operator) -> str:
-    """Return which type keeps it out."""
+    """Return in words which data type keeps an operator out of fusion; "" if none does."""
     name, result, taken = operator.name, operator.output.dtype, [tensor.dtype for tensor in operator.takes]
     first = taken[0] if taken else ""
     if name == "Cast":
@@ -220,7 +220,9 @@ def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules 
 
 
 def _gathered(merged: Merged, operators: Sequence[Operator], taken: Sequence[bool], base: int) -> list[int]:
-    """Return groups that hang together with `base`, the farthest first; a group of several ends the search there."""
+    """Return the groups that are connected with `base` through inputs, the farthest first; the search does not go
+    beyond a group of several operators.
+    """
     found: list[int] = []
 
     def follow(group: int) -> bool:
@@ -234,7 +236,9 @@ def _gathered(merged: Merged, operators: Sequence[Operator], taken: Sequence[boo
 
 
 def _drop_circles(merged: Merged, chosen: list[int]) -> None:
-    """Drop from `chosen` what paths through other groups come back to, and what that stands on."""
+    """Remove from `chosen` the groups to which a path through other groups leads back, together with the groups on
+    which these groups depend.
+    """
     left = set(chosen)
     free: set[int] = set()  # groups outside from which no path comes back
     for group in chosen:
@@ -251,14 +255,16 @@ def _drop_circles(merged: Merged, chosen: list[int]) -> None:
 
 
 def _drop(left: set[int], group: int) -> bool:
-    """Take a group out of `left`; whether it was there."""
+    """Remove a group from `left`; return whether the group was in `left`."""
     there = group in left
     left.discard(group)
     return there
 
 
 def _look(merged: Merged, start: int, left: set[int], free: set[int], first: int, met: list[int]) -> None:
-    """Add to `met` what of `left` can be reached from `start`; what reaches nothing is `free` from now on."""
+    """Add to `met` the groups of `left` that can be reached from `start`; outside groups from which none can be reached
+    are recorded in `free`.
+    """
     outside: list[int] = []
     before = len(met)
 
@@ -286,8 +292,8 @@ def _drop_wild_items(merged: Merged, operators: Sequence[Operator], chosen: list
 
 
 def _is_cluster(group: list[int], operators: Sequence[Operator], taken: Sequence[bool]) -> bool:
-    """Return whether a group becomes a cluster; a single Assign does not, and an operator that was opened before is a
-    kernel already.
+    """Return whether a group becomes a cluster; a single Assign does not, and neither does an operator that was
+    expanded before, because it is already a kernel.
     """
     computing = [place for place in group if not operators[place].virtual]
     if len(computing) == 1:

@@ -76,7 +76,7 @@ def _stages(report: Mapping[str, Any]) -> Table:
 
 
 def _alike(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return one row for stages that follow each other and have the same parts."""
+    """Return one table row for consecutive stages that have the same parts."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for _, group in groupby(stages, key=lambda row: row["parts"]):
         first, *others = group
@@ -111,7 +111,7 @@ def _named(report: Mapping[str, Any]) -> Table:
 
 
 def _estimator(row: Mapping[str, Any]) -> str:
-    """Return the estimator's traffic beside the graph's."""
+    """Return the traffic that the estimator counts, beside the traffic in the graph."""
     told = row["estimator"]
     return (
         f"{row['part']}, forward, all but products and attention: the estimator takes {told['bytes'] / MIB:,.0f} MiB "

@@ -122,7 +122,9 @@ def _read(file: Path, recipe: Recipe, fusion: Fusion) -> Tallies:
 def _add_means(
     found: Pieces, counted: Tallies, labels: Mapping[str, str], has: Counter[str]
 ) -> dict[str, dict[str, Tally]]:
-    """Add a graph's layers to their kinds, counting them in `has`; what is no layer is returned, by part and pass."""
+    """Add the layers of a graph to their kinds, and count them in `has`; return the operators that belong to no layer,
+    by part and pass.
+    """
     ends: dict[str, dict[str, Tally]] = {}
     has.update(labels[part] for part in dict.fromkeys(part for part, _ in counted) if part in labels)
     for (part, name), tally in counted.items():
@@ -134,7 +136,7 @@ def _add_means(
 
 
 def _divide(found: Pieces, layers: Mapping[str, int]) -> None:
-    """Turn sums over layers of a kind into means."""
+    """Divide the sums over the layers of a kind by the number of these layers."""
     for label, passes in found.tallies.items():
         for name, tally in passes.items():
             mean = Tally()
@@ -143,8 +145,8 @@ def _divide(found: Pieces, layers: Mapping[str, int]) -> None:
 
 
 def _end(name: str, number: int) -> str:
-    """Return the name of a part of a stage; the last stage of a model with MTP has the embedding, too, under a name of
-    its own.
+    """Return the name of a part of a stage; if a model has MTP, its last stage has the embedding, too, which gets a
+    separate name.
     """
     return f"{name} (last stage)" if number == -1 and name == "embedding" else name
 
@@ -213,7 +215,9 @@ def report_of(
 
 
 def _part(part: str, pieces: Pieces, config: Configuration, times: DeviceTimes) -> dict[str, Any]:
-    """Return one part: a micro-batch's passes and what runs once a step."""
+    """Return the report on one part of the model: the passes of a micro-batch, and the work that is done once in a
+    step.
+    """
     each, once = pieces.each(part), pieces.each(part, (ONCE,))
     found = {
         "part": part,
@@ -229,8 +233,8 @@ def _part(part: str, pieces: Pieces, config: Configuration, times: DeviceTimes) 
 
 
 def _assumed(block: str, forward: Tally, config: Configuration, times: DeviceTimes) -> dict[str, Any]:
-    """Return what the estimator takes a layer's forward to move outside products and attention, beside the graph's
-    count.
+    """Return the bytes that the estimator assumes for a layer's forward pass outside matrix products and attention, and
+    the bytes in the graph.
     """
     assumed = work(config, block).elementwise
     unfused, fused = forward.before + forward.beside, forward.after + forward.beside
@@ -265,7 +269,7 @@ def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _alone(pieces: Pieces) -> list[dict[str, Any]]:
-    """Return what no kernel takes in a micro-batch, and why."""
+    """Return the operators of a micro-batch that no kernel fuses, with the reasons."""
     found = [
         {"part": part, "operator": operator, "why": why, "operators": round(count, 2), "bytes": round(size)}
         for part, tally in ((part, pieces.each(part)) for part in pieces.tallies)
@@ -276,8 +280,8 @@ def _alone(pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
-    """Return weight gradients by part: which pass would take them, what stands between, bytes of a micro-batch at
-    stake.
+    """Return the weight gradients by part: the pass of MindSpore that aims at them, whether and why it does not match,
+    and the bytes in a micro-batch that it would save.
     """
     found = [
         dict(zip(("part", "pass", "chain", "matches", "why"), (part, name, chain, not why, why), strict=True))

@@ -155,7 +155,9 @@ def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = D
 
 
 def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
-    """Yield (what an area is joined with, whether forward), in order."""
+    """Yield in order the pairs (function that finds areas to join with an area, whether these areas are merged into
+    that area).
+    """
     if rules.chains_of_a_size:
         yield partial(_same_size, depth=True), True
     yield partial(_same_size, depth=False), True
@@ -166,7 +168,9 @@ def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
 
 
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
-    """Fuse what matches `area`; return whether anything did."""
+    """Join `area` with the areas that `match` finds, as long as the joined area has at most `largest` operators; return
+    whether any was joined.
+    """
     found = match(areas, area)
     sizes = list(accumulate(len(each.operators) for each in (area, *found)))[1:]
     found = [other for other, size in zip(found, sizes, strict=True) if size <= largest]
@@ -180,7 +184,9 @@ def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) ->
 
 
 def _same_size(areas: Areas, area: Area, depth: bool) -> list[Area]:
-    """Return elementwise neighbours that give as many numbers, by edges that do not broadcast."""
+    """Return the elementwise areas whose results an area reads without broadcasting, if these results have as many
+    elements as its own.
+    """
     if area.pattern > Pattern.BROADCAST or (depth and len(area.inputs) != 1):
         return []
     found = []
@@ -194,7 +200,7 @@ def _same_size(areas: Areas, area: Area, depth: bool) -> list[Area]:
 
 
 def _into_reduction(areas: Areas, area: Area, rules: Rules) -> list[Area]:
-    """Return what a reduction takes from, if it is small."""
+    """Return the small areas whose results a reduction reads, which can be joined with the reduction."""
     if area.pattern is not Pattern.REDUCE:
         return []
     highest = Pattern.BROADCAST if rules.broadcast_into_reduce else Pattern.ELEMENTWISE
@@ -212,7 +218,9 @@ def _into_reduction(areas: Areas, area: Area, rules: Rules) -> list[Area]:
 
 
 def _into_users(areas: Areas, area: Area, depth: bool, limit: int) -> list[Area]:
-    """Return all users of a small area, if each can take it in; otherwise none, for then it must be written anyway."""
+    """Return all users of a small area if the area can be joined with each of them; otherwise return none, because the
+    result must then be written to memory anyway.
+    """
     users = [areas.alive[place] for place in sorted(area.users)]
     if area.pattern > Pattern.BROADCAST or area.output or len(area.operators) > limit or (depth and len(users) > 1):
         return []

@@ -177,12 +177,12 @@ def _pass(node: Node, graph: str) -> str:
 
 
 def _operator(node: Node, standing: bool = True) -> Operator:
-    """Return a node as the model sees it, a composite by its main part."""
+    """Return a node as an operator of the fusion model; a composite is represented by its main part."""
     return of_node(node, main_part(node.op) if standing else node.op)
 
 
 def _inside(operator: Operator, here: dict[int, int]) -> Operator:
-    """Return an operator of a cluster with the places of those of its operands that are in it."""
+    """Return an operator of a cluster with the positions of those of its operands that are in the cluster."""
     return replace(operator, inputs=tuple(here[place] for place in operator.inputs if place in here))
 
 
@@ -216,13 +216,15 @@ def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
 
 
 def _layer_behind(segments: Sequence[tuple[str, int]], place: int) -> str:
-    """Return the layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
+    """Return the layer to whose part of the backward pass an operator belongs; "" for an operator of the head or of the
+    embedding.
+    """
     part = next((part for part, end in segments if place < end), "")
     return part if part.isdecimal() else ""
 
 
 def _written(text: str) -> str:
-    """Return the part that a path of cells or a parameter's name says."""
+    """Return the part of the model that a path of cells or a parameter's name states."""
     if _MTP.search(text):
         return MTP
     if layer := _LAYER.search(text):
@@ -346,7 +348,7 @@ def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: 
 
 
 def _source(nodes: Sequence[Node], argument: str) -> str:
-    """Return what an argument is, seen through operators that give the same bytes under another name."""
+    """Return the argument from which an argument comes through operators that only rename the same bytes."""
     while argument.startswith("%") and argument[1:].isdecimal() and nodes[int(argument[1:])].op in _ALIKE:
         inner = arguments_of(nodes[int(argument[1:])].head)
         if not inner or not inner[0].startswith("%"):
@@ -360,7 +362,7 @@ def _bytes(found: Iterable[TensorType], rows: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Return `(<A, (1, 2)>, <B>)` as its types."""
+    """Return the types in a text such as `(<A, (1, 2)>, <B>)` as a list."""
     return [part for part in listed(text[1:-1], "([{<", ")]}>") if part]
 
 
@@ -416,7 +418,9 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
 
 
 def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | None:
-    """Return the product that an AssignAdd adds up, and the operators between them; None if there is none."""
+    """Return the matrix product whose result an AssignAdd adds, and the operators between the two; None if there is no
+    such product.
+    """
     at, between = _taken(add, 1), []
     while at is not None and nodes[at].op not in _PASS_OF:
         if nodes[at].op in _BETWEEN:
@@ -428,14 +432,16 @@ def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | No
 
 
 def _taken(node: Node, number: int) -> int | None:
-    """Return the operator that one argument is."""
+    """Return the index of the operator whose result is the given argument; None if the argument is not the result of an
+    operator.
+    """
     arguments = arguments_of(node.head)
     word = arguments[number] if number < len(arguments) else ""
     return int(word[1:]) if word.startswith("%") and word[1:].isdecimal() else None
 
 
 def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Return why matmul_assignadd_fusion leaves a product alone."""
+    """Return the reason why matmul_assignadd_fusion does not match a product."""
     if product.op != "MatMul":
         return f"the product is {product.op}, not MatMul"
     if between not in ((), ("Cast",)):
@@ -448,7 +454,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
 
 
 def _grouped(nodes: Sequence[Node], product: Node, between: tuple[str, ...], total: str) -> str:
-    """Return why grouped_matmul_assignadd_fusion leaves a product alone."""
+    """Return the reason why grouped_matmul_assignadd_fusion does not match a product."""
     if between:
         return f"{_names(between)} between GroupedMatmul and AssignAdd"
     arguments = arguments_of(product.head)

@@ -64,7 +64,9 @@ def _plain(text: str) -> str:
 
 
 class _Loader(SmallLoader):
-    """A `_Loader` refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
+    """A `_Loader` refuses a key that occurs twice in a mapping, because YAML would silently keep only the last
+    value.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return a mapping as the parent class does, and refuse a key that occurs twice; a later step merges the keys
@@ -96,17 +98,17 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     try:
         return yaml.load(small_text(path, error), _Loader)
     except OSError as wrong:
-        raise error(f"{name}: cannot be read: {wrong.strerror}") from None
+        raise error(f"{name}: the file cannot be read: {wrong.strerror}") from None
     except yaml.MarkedYAMLError as wrong:
         mark = wrong.problem_mark or wrong.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise error(f"{name}{line}: cannot be read: {wrong.problem or wrong.context}") from None
+        raise error(f"{name}{line}: the file cannot be read: {wrong.problem or wrong.context}") from None
     except (yaml.YAMLError, RecursionError) as wrong:
-        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
+        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
     except TC3Error:
         raise
     except ValueError as wrong:  # a date or a number that is none
-        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split())}") from None
+        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split())}") from None
 
 
 FOLDER = Path(__file__).parent
@@ -269,7 +271,9 @@ class _Reader:
         return Hardware(content["name"], content["device"], **values, **more, file=self.shown)
 
     def _host(self, content: Any) -> HostLink:
-        """Return the link to the host; its origin stands with it, for no prediction of a step rests on it."""
+        """Return the link to the host with its origin, which is not listed elsewhere because no prediction of a step
+        depends on this link.
+        """
         rate = self._figure(content, _HOST, _RATE)
         return HostLink(rate, self.origins.pop(_HOST))
 
@@ -319,7 +323,7 @@ class _Reader:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number; YAML 1.1 reads 1e12 as text, people mean a number."""
+    """Return a number; a text such as 1e12, which YAML 1.1 does not read as a number, is accepted, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:

@@ -283,7 +283,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
 def _report(
     times: TimeModel, config: Configuration, loads: Loads, mode: str, cuts: Sequence[Chunks], stride: int | None
 ) -> ModeReport:
-    """Return one mode, with its best cut."""
+    """Return the report on one dispatch mode, with its best number of chunks."""
     config = replace(config, ep_mode=mode)
     choice = times.plan(config, cuts, stride)
     cut = replace(config, ep_cut=Cut(choice.chunks, choice.stride))
@@ -308,7 +308,9 @@ def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> 
 
 
 def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
-    """Return one sentence: the break-even in closed form, and what overlap hides."""
+    """Return one sentence that gives the break-even of the dispatch modes in closed form, and the time that overlap
+    hides.
+    """
     choice = best.choice
     if topology.nodes == 1:
         text = f"EP {topology.ep} fits in one node, where every mode is the same All-to-All"

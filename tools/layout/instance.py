@@ -325,11 +325,11 @@ def read_instance(path: Path) -> Instance:
     try:
         content = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         recipe = path.suffix in (".yaml", ".yml")
         advice = f"; for a recipe, run `tc3 search {path}`" if recipe else ""
-        raise DataError(f"{path}: {not_json(error)}{advice}") from None
+        raise DataError(f"{path}: the file {not_json(error)}{advice}") from None
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:

@@ -177,7 +177,9 @@ def _whole(incumbent: Incumbent, model: PathModel, budget: Budget) -> None:
 
 
 def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:
-    """Say what is missing: the smallest cap that some plan keeps, or that effort was short."""
+    """Return a sentence that says why no plan was found: the smallest memory cap that some plan needs, or an effort
+    that was too small.
+    """
     if least.plan is None:
         why = f"no plan found in {budget.elapsed:.0f} s, and none excluded; give it more effort and time"
     else:

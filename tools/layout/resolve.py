@@ -267,7 +267,7 @@ def _why(recipe: Recipe, path: KeyPath, error: RecipeError) -> str:
 
 
 def _string(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Step 1."""
+    """Do step 1 of `resolve`: replace layout strings by offsets."""
     text = look(recipe, OFFSET)
     if not is_layout(text):
         return {}, []
@@ -276,7 +276,7 @@ def _string(recipe: Recipe) -> tuple[Values, list[str]]:
 
 
 def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Step 2."""
+    """Do step 2 of `resolve`: replace `auto` in the dispatch settings."""
     try:
         return dispatch_values(even_layout(recipe) if look(recipe, OFFSET) == AUTO else recipe)
     except RecipeError:
@@ -287,7 +287,7 @@ def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
 
 
 def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:
-    """Step 3."""
+    """Do step 3 of `resolve`: replace `offset: auto`."""
     if look(recipe, OFFSET) != AUTO:
         return {}, []
     why = ""

@@ -135,15 +135,15 @@ def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
-    """Return all micro-batches of a round through one chunk, then through the next."""
+    """Return the operations of all micro-batches of a round in one chunk, then in the next chunk, and so on."""
     chunk = np.repeat(list(chunks), size)
     micro_batch = np.resize(np.arange(first, first + size), len(chunk))
     return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)
 
 
 def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
-    """Return micro-batches in each round of 1F1B: what does not fill one is added to the first
-    (`SortFuncBetweenMicro`).
+    """Return the number of micro-batches in each round of 1F1B; micro-batches that do not fill a round are added to the
+    first round (`SortFuncBetweenMicro`).
     """
     return [stages + micro_batches % stages] + [stages] * (micro_batches // stages - 1)
 
@@ -160,7 +160,8 @@ def _rounds_extra_spread(round_size: int, micro_batches: int) -> list[int]:
 
 
 def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
-    """Return `warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+    """Return the order with `warm_up` forwards, then alternately one forward and one backward, and then the remaining
+    backwards.
 
     A round takes all its micro-batches through chunk 0, then chunk 1, ...; backwards in the reverse order of chunks.
     """
@@ -278,8 +279,8 @@ def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def _lagging(warm_up: int, lag: int, micro_batches: int) -> np.ndarray:
-    """Return `warm_up` forwards; then by turns a backward, the weight gradients `lag` micro-batches before, and a
-    forward.
+    """Return the order with `warm_up` forwards; then alternately a backward, the weight gradients of `lag`
+    micro-batches before, and a forward.
     """
     order = [Op("F", number, 0) for number in range(min(warm_up, micro_batches))]
     for number in range(micro_batches):
@@ -315,7 +316,9 @@ def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarr
 
 
 def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
-    """Return the block again every period; weight gradients where nothing else is."""
+    """Return the order that repeats the block of operations every period; weight gradients fill the slots in which the
+    block has no operation.
+    """
     slots = {
         time + _PERIOD * number: Op(kind, number, chunk)
         for (kind, chunk), time in zip(_BLOCK, times, strict=True)
@@ -343,8 +346,8 @@ def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray
 
 @lru_cache(maxsize=16)
 def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
-    """Return all stages' orders: of what can run, what the repeated block has first; else, or when memory is short,
-    weights.
+    """Return the orders of all stages: at each moment a stage runs, of the operations that can run, the one that comes
+    first in the repeated block. If none can run, or memory is short, the stage runs weight gradients.
 
     The paper fills the block's warm-up and end by reordering, too, by rules of its own. With these a stage idles at
     most one unit between its first and its last operation.
@@ -388,7 +391,9 @@ def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
 def _choice(
     stage: int, micro_batches: int, time: int, times: dict, needs: tuple, counts: dict, done: dict, held: list[int]
 ) -> Op | None:
-    """Return what the block has first of the forwards and backwards that this stage could start now."""
+    """Return the forward or backward that comes first in the repeated block among those that this stage could start
+    now.
+    """
     ready, stages = [], len(held)
     for kind, chunk in _BLOCK:
         number = counts[kind, chunk, stage]

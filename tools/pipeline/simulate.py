@@ -179,8 +179,10 @@ def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
 
 
 def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return [levels, stages] time that a stage is busy sending after and receiving before an operation, and what an
-    operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
+    """Return the time for which a stage is busy sending after an operation and receiving before an operation, both
+    [levels, stages], and the time that an operation (and then the backward of a pair) waits after the other stage has
+    sent its input.
+    """
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
         raise RecipeError(f"overlap {durations.overlap!r}: the overlap must be one of {', '.join(OVERLAPS)}{near}")
@@ -215,7 +217,9 @@ def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
 
 
 def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
-    """Return [operations] whether each begins to hold activations, and whether it is the last to hold them."""
+    """Return two vectors [operations]: whether an operation begins to hold activations, and whether it is the last
+    operation that holds them.
+    """
     split = {op[1:] for op in order if op.kind == "W"}
     takes = np.array([op.kind == "F" for op in order])
     return takes, ~takes & np.array([op.kind == "W" or op[1:] not in split for op in order])

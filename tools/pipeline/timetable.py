@@ -111,8 +111,9 @@ def lay_out(tables: list[np.ndarray], chunks: int, shape: str = LOOP) -> Timetab
 def _rows(
     table: np.ndarray, stage: int, stages: int, sizes: tuple[int, int, int], before: dict, after: dict
 ) -> np.ndarray:
-    """Return [8, operations]: what each makes, what it needs, kind, part, chunk, joined, whether it waits for a
-    transfer, whether it sends.
+    """Return [8, operations]: for each operation the number of its result, the number of the result that it needs, its
+    kind, part and chunk, whether it forms a pair with the operation before it, whether it waits for a transfer, and
+    whether it sends.
 
     What an operation makes has one number, from backward?, chunk, micro-batch, part and stage; -1 stands for nothing.
     """
@@ -153,7 +154,8 @@ def _rows(
 
 
 def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]) -> list[list[int]]:
-    """Return the level of each operation of each stage; fills `made_on`.
+    """Return the level of each operation of each stage, and write into `made_on` the level on which each result is
+    made.
 
     Goes round the stages, each as far as it can, until all are done or none moves.
     """
@@ -174,7 +176,9 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
 
 
 def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None]:
-    """Place a stage's operations one after the other; yields where one needs what is not made yet."""
+    """Assign levels to the operations of a stage one after another; yield when an operation needs a result that has no
+    level yet.
+    """
     level = -1
     for cell in _cells(row):
         level += 1
@@ -191,7 +195,9 @@ def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None
 
 
 def _cells(row: np.ndarray) -> list[list[tuple[int, int]]]:
-    """Return (what it makes, what it needs) of the operations that run together."""
+    """Return for each group of operations that run together the pairs (number of the result, number of the needed
+    result).
+    """
     cells: list[list[tuple[int, int]]] = []
     for made, need, joined in zip(*row[[0, 1, 5]].tolist(), strict=True):
         if joined:
@@ -299,7 +305,9 @@ def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> 
 
 @lru_cache(maxsize=16)
 def _meaning(chunks: int, stages: int, rows: int, pairs: bool) -> np.ndarray:
-    """Return [numbers of `Timetable.work`, rows x C] which times each takes, and how often."""
+    """Return [numbers of `Timetable.work`, rows x C]: for each kind of work, which of the given times it takes, and how
+    often.
+    """
     size = chunks * stages
     one, none = np.eye(size), np.zeros((size, size))
     if rows == 2:

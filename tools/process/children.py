@@ -73,7 +73,9 @@ def interruptibly(work: Callable[[], Result]) -> Result:
 
 
 def _leave_behind(outcome: Future[Any]) -> None:
-    """End the process around work that goes on: Rust panics when it comes back to an interpreter that is torn down."""
+    """End this process although a thread still works, because Rust code panics when it returns to an interpreter that
+    has ended.
+    """
     if not outcome.done():  # an interrupted join takes its thread for stopped: is_alive() does not tell
         sys.stdout.flush()
         sys.stderr.flush()
@@ -167,7 +169,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it. What it had started ends with it.
+    first receives SIGTERM and has this time to end; then `kill` ends it. The processes that this process has started
+    end with it.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.

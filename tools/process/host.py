@@ -84,8 +84,8 @@ class Root:
         return self._answers[command]
 
     def _run(self, command: tuple[str, ...]) -> str | None:
-        """Run a tool in a separate session, so that its children end with it. A tool that a driver holds cannot even be
-        killed.
+        """Run a tool in a separate session, so that its child processes end with it. (A tool that waits inside a driver
+        cannot even be killed.)
         """
         from tools.process.children import kill  # more than a worker that only binds itself to cores needs
 
@@ -155,12 +155,12 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise ClusterError(f"--nodes {path}: it cannot be read, because it is not an ordinary file")
+            raise ClusterError(f"--nodes {path}: the file cannot be read, because it is not an ordinary file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ClusterError(f"--nodes {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
     except OSError as error:
-        raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
+        raise ClusterError(f"--nodes {path}: the file cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
     slots = 0
     for number, line in enumerate(lines, 1):
@@ -247,7 +247,9 @@ def chips(text: str) -> list[Chip]:
 
 
 def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
-    """Return (card, name, health): the first two share a column, except on Ascend 950; None for what is no such row."""
+    """Return (card, name, health) from the first of a device's two rows; card and name share a column, except on Ascend
+    950. Return None for any other row.
+    """
     words = cells[0].split()
     card, name, health = (words + cells[1:] + ["", "", ""])[:3]
     return (int(card), name, health) if card.isdigit() and name and health.isalpha() else None
@@ -269,7 +271,9 @@ def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
 
 
 def _table(text: str, column: str) -> Iterator[list[str]]:
-    """Yield the rows, by cells, of the table that has a column of this name; rows of a title and lines are left out."""
+    """Yield the cells of each row of the table that has a column of this name, without the rows that hold titles or
+    lines.
+    """
     inside = False
     for line in text.splitlines():
         if "|" not in line:

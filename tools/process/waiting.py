@@ -49,8 +49,8 @@ def _print(line: str) -> None:
 
 
 def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
-    """Print a line on stderr after two seconds (or after `after` seconds), and again every 15 seconds while the block
-    runs: ``WHAT (22 s so far)``.
+    """While the block runs, print a line such as ``WHAT (22 s so far)`` on stderr after two seconds (or after `after`
+    seconds), and then every 15 seconds.
 
     This function serves work that cannot report its progress.
     """
@@ -61,7 +61,9 @@ def saying(what: str, after: float | None = None) -> AbstractContextManager[None
 
 
 class _OnStderr:
-    """An `_OnStderr` shows work by a bar of rich's on a terminal, elsewhere by what `_say` prints now and then."""
+    """An `_OnStderr` shows the progress of work: on a terminal by a progress bar of the library rich, elsewhere by the
+    lines that `_say` prints now and then.
+    """
 
     COLUMNS: tuple[str, ...] = ("TimeElapsedColumn",)  # of rich, behind words and bar
     _bar: Any = None

@@ -100,8 +100,8 @@ def attribute(profile: Profile, config: Configuration) -> Measured:
 
 
 def _terms(profile: Profile, config: Configuration, kernels: list[Kernel]) -> list[str]:
-    """Return the term of each kernel (by start); one that no cell names counts to the optimizer where it stands in
-    it.
+    """Return the term of each kernel (in the order of starts); a kernel that no cell names counts to the optimizer if
+    it runs among the optimizer's kernels.
     """
     found = [term_of(kernel, config) for kernel in kernels]
     if profile.device != "CPU":
@@ -119,8 +119,8 @@ def _end(kernels: list[Kernel]) -> float:
 
 
 def _own(kernels: list[Kernel]) -> np.ndarray:
-    """Return seconds of each kernel (by start) that are its own: computing before communication, the first before the
-    next.
+    """Return the seconds of each kernel (in the order of starts) that count only for this kernel: computation takes
+    precedence over communication, and the kernel that started first over the next.
     """
     own = np.zeros(len(kernels))
     covered = [(0.0, 0.0)]  # (time, seconds computed before it), at the ends of each busy stretch
@@ -143,8 +143,8 @@ def _own(kernels: list[Kernel]) -> np.ndarray:
 
 
 def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, float]:
-    """Return seconds in which nothing runs, by what comes next; a kernel without a scope belongs where the last one
-    did.
+    """Return the seconds in which no kernel runs, by the kernel that follows; a kernel without a scope belongs to the
+    same part as the kernel before it.
     """
     found = dict.fromkeys(HOST, 0.0)
     now, where = 0.0, "step"
@@ -159,8 +159,8 @@ def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, f
 
 
 def _untimed(profile: Profile, kernels: list[Kernel]) -> tuple[np.ndarray, float, dict[str, float]]:
-    """Return the terms of a profile without a time line: all computing is exposed, and of communication the share that
-    the step's summary says.
+    """Return the terms of a profile without a time line: all computation counts as exposed, and of communication the
+    share that the step's summary states.
     """
     shown, _ = profile.exposed or (0.0, 0.0)
     sent = [communicates(kernel) for kernel in kernels]

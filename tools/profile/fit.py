@@ -122,7 +122,9 @@ def fit(
 def _numbers(
     profile: Profile, measured: Measured, config: Configuration, hardware: Hardware, stage: int | None
 ) -> Numbers:
-    """Return what is off, in shares of the step, as a function of efficiencies."""
+    """Return a function from efficiencies to the differences between predicted and measured seconds, as shares of the
+    step.
+    """
     products = _products(profile, config)
     weights = np.array([seconds for _, seconds in products]) / measured.seconds
     raw = {name: seconds for name, seconds in measured.whole.items() if name != "pipeline"}
@@ -143,8 +145,8 @@ def _numbers(
 def _one_host(
     numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """Return the bounds with one parameter of the host, the one that moves the step most: gaps do not say whose they
-    are.
+    """Return the bounds with only one of the parameters of the host, the one that changes the step most, because gaps
+    do not show which parameter causes them.
     """
     host = [name for name in ("layer_s", "moe_s", "weight_s", "step_s") if name in bounds]
     moves = np.linalg.norm(_derivatives(numbers, start, host, bounds), axis=0)
@@ -152,14 +154,18 @@ def _one_host(
 
 
 def _host(model: Mapping[str, float], measured: Measured) -> list[float]:
-    """Return the host's seconds, separately if names tell them apart, else together."""
+    """Return the differences between predicted and measured seconds of the host, one for each term if the names of
+    kernels separate the terms, otherwise one for all terms.
+    """
     names = [[name] for name in HOST] if measured.scoped else [list(HOST)]
     names[-1] = [*names[-1], OTHER]
     return [sum(model[name] - measured.terms[name] for name in every) for every in names]
 
 
 def _products(profile: Profile, config: Configuration) -> list[tuple[Matmul, float]]:
-    """Return each product's seconds, by shape; a gradient's counts with the product that it belongs to."""
+    """Return the seconds of each matrix product, by shape; the seconds of a gradient count to the product to which the
+    gradient belongs.
+    """
     found: dict[tuple[float, float, float, float], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for kernel in profile.step.kernels:
         matmul = matmul_of(kernel) if term_of(kernel, config) == "matmul" else None
@@ -181,7 +187,9 @@ def _relative(
     products: Sequence[tuple[Matmul, float]],
     weights: Any,
 ) -> np.ndarray:
-    """Return how shapes are off each other: logarithms without their mean, by their share of the step."""
+    """Return how much the errors of the matmul shapes differ from each other: logarithms of predicted over measured
+    seconds without their mean, weighted by the shapes' shares of the step.
+    """
     if len(products) < 2:
         return np.zeros(0)
     times = TimeModel(hardware, values)
@@ -193,7 +201,7 @@ def _relative(
 def _choose(
     numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the parameters that the terms tell apart, and why not the others."""
+    """Return the parameters that the terms determine, and for each other parameter the reason why they do not."""
     names = list(bounds)
     moves = _derivatives(numbers, start, names, bounds)
     sizes = np.linalg.norm(moves, axis=0)
@@ -215,7 +223,9 @@ def _choose(
 
 
 def _plain(values: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> np.ndarray:
-    """Return coordinates: logarithms, of shares that may be 0 the share itself; inside the bounds."""
+    """Return the parameters as coordinates: logarithms, or the share itself for shares that may be 0; all lie inside
+    the bounds.
+    """
     low, high = _limits(names, bounds)
     at = [getattr(values, name) if not bounds[name][0] else np.log(max(getattr(values, name), 1e-12)) for name in names]
     return np.clip(np.array(at, float), low + 1e-9, high - 1e-9)
@@ -239,7 +249,7 @@ def _limits(names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> 
 def _derivatives(
     numbers: Numbers, start: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]
 ) -> np.ndarray:
-    """Return [numbers, parameters], by steps that stay inside the bounds."""
+    """Return the derivatives [numbers, parameters], computed with steps that stay inside the bounds."""
     at, (low, high) = _plain(start, names, bounds), _limits(names, bounds)
     columns = []
     for index in range(len(names)):

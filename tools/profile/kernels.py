@@ -114,7 +114,9 @@ def matmul_of(kernel: Kernel) -> Matmul | None:
 
 
 def _depth(one: tuple[int, ...], two: tuple[int, ...], outputs: Shapes) -> int | None:
-    """Return the size that both share and the result has not; None where several could be it."""
+    """Return the size that both factors of a product share and that its result does not have; None if several sizes are
+    possible.
+    """
     common = [size for size in set(one) if size in two]
     if outputs and len(outputs[0]) >= 2:
         rows, columns = outputs[0][-2:]
@@ -193,7 +195,7 @@ def expanded(kernel: Kernel) -> bool:
 
 
 def _around(kernel: Kernel) -> bool:
-    """Return whether it stands in the step's own cell, and not in a layer that lost its scope."""
+    """Return whether a kernel belongs to the cell of the whole step, and not to a layer whose scope was lost."""
     if not _AROUND.match(kernel.name):
         return False
     lost = _ROUTING.search(kernel.kind) or any(len(shape) > _WEIGHT for shape in kernel.inputs)
@@ -201,13 +203,13 @@ def _around(kernel: Kernel) -> bool:
 
 
 def _words(kernel: Kernel) -> str:
-    """Return a kernel's type; of older profiles, which leave it out, its name."""
+    """Return the type of a kernel; for older profiles, which do not state the type, return its name."""
     return kernel.name if kernel.kind in ("", "N/A") else kernel.kind
 
 
 def _of_group(kernel: Kernel, config: Configuration) -> str:
-    """Return the term of a collective: by what it does, its group's ranks, or because only one kind of parallelism is
-    left.
+    """Return the term of a collective, found by its operator, by the ranks of its group, or because the run has only
+    one kind of parallelism.
     """
     if sends(kernel):
         return "pipeline"
@@ -224,7 +226,8 @@ def _of_group(kernel: Kernel, config: Configuration) -> str:
 
 
 def _of_ranks(kernel: Kernel, config: Configuration) -> str:
-    """Return the term by size and stride: tensor parallelism next to each other, then context, then data parallelism.
+    """Return the term of a collective by the size and stride of its group: neighbouring ranks mean tensor parallelism,
+    larger strides context parallelism and then data parallelism.
 
     A hierarchical dispatch gathers rows along the ranks with the same place on every node of an EP group, and
     scatters sums along them. Other kinds of parallelism that make the same group are not told apart.

@@ -127,7 +127,7 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Return a table, its header without blanks.
+    """Return the rows of a table, with the blanks in its header removed.
 
     Raises:
         DataError: it is not text, or has no rows.
@@ -137,7 +137,7 @@ def _rows(path: Path) -> list[Row]:
             rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
                     for row in csv.DictReader(file)]  # fmt: skip
     except (UnicodeDecodeError, csv.Error, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: the file cannot be read: {error}") from None
     if not rows:
         raise DataError(f"{path}: the table has no rows")
     return rows
@@ -161,7 +161,7 @@ def _number(text: str, place: str, column: str) -> float:
 
 
 def _time(row: Row, place: str) -> Decimal:
-    """Return a start: microseconds since 1970 have more digits than a float."""
+    """Return a start time as an exact number, because microseconds since 1970 have more digits than a float."""
     text = _column(row, "start", place)
     _number(text, place, _NAMES["start"][0])
     return Decimal(text)
@@ -189,7 +189,7 @@ def shapes_of(text: str) -> Shapes:
 
 
 def _step(kernels: Iterable[Kernel], seconds: float | None) -> Step:
-    """Return kernels from the step's begin; without a summary it is as long as they are."""
+    """Return the kernels from the begin of the step on; without a summary the step lasts until its last kernel ends."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     first = ordered[0].start
     moved = tuple(replace(kernel, start=kernel.start - first) for kernel in ordered)
@@ -197,7 +197,9 @@ def _step(kernels: Iterable[Kernel], seconds: float | None) -> Step:
 
 
 def _divided(step: Step, steps: int, seconds: float) -> Step:
-    """Return one of several steps that the files do not tell apart: all of it, each second a share of one."""
+    """Return one of several steps that the files do not separate: it has the kernels of all steps, with their seconds
+    divided by the number of steps.
+    """
     shrunk = tuple(
         replace(kernel, start=kernel.start / steps, seconds=kernel.seconds / steps) for kernel in step.kernels
     )
@@ -205,7 +207,7 @@ def _divided(step: Step, steps: int, seconds: float) -> Step:
 
 
 def _lengths(path: Path) -> dict[str, float]:
-    """Step -> seconds, as the summary has them; {} without one."""
+    """Return a dictionary step -> seconds from the summary; {} without a summary."""
     if not path.is_file():
         return {}
     rows = _rows(path)
@@ -253,7 +255,7 @@ def _are_ranks(found: Any) -> TypeGuard[list[int]]:
 
 
 def _groups(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return collective -> the global ranks of its group, as far as the two JSON files tell."""
+    """Return a dictionary collective -> global ranks of its group, as far as the two JSON files state them."""
     groups = _json(folder.parent / "profiler_metadata.json").get("parallel_group_info", {})
     every_group = groups.items() if isinstance(groups, dict) else ()
     listed = {name: value.get("global_ranks") for name, value in every_group if isinstance(value, dict)}
@@ -274,7 +276,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path}: {not_json(error)}") from None
+        raise DataError(f"{path}: the file {not_json(error)}") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -342,7 +344,7 @@ def _shapes(path: Path | None) -> dict[str, list[Shapes]]:
 
 
 def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Shapes]], steps: int) -> list[Kernel]:
-    """Return one step in which every operator, and the gap before it, takes as long as in its quiet quarter."""
+    """Return one step in which every operator, and the gap before it, takes its lower quartile."""
     every = sorted((start, seconds, name) for name, times in runs.items() for start, seconds in times)
     ends = np.maximum.accumulate(np.array([start + seconds for start, seconds, _ in every]))
     gaps: dict[str, list[float]] = defaultdict(list)

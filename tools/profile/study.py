@@ -53,7 +53,9 @@ def require_match(profile: Profile, config: Configuration, stage: int | None) ->
 
 
 def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """Check gradients of fused attention: one a layer and micro-batch; context parallelism may cut them further."""
+    """Check the number of gradients of fused attention: one for each layer and micro-batch, or a multiple if context
+    parallelism divides them further.
+    """
     kernels = [kernel for kernel in profile.step.kernels if "flashattentionscoregrad" in kernel.kind.lower()]
     count, steps = sum(kernel.count for kernel in kernels), profile.step.repeats
     if not count or config.cp > 1:
@@ -61,7 +63,7 @@ def _attention(profile: Profile, config: Configuration, stages: Sequence[int]) -
     wanted = [config.micro_batches * _attended(config, stage) for stage in stages]
     if count not in [steps * each for each in wanted]:
         more = count / wanted[0] if wanted[0] else 0.0
-        advice = f"; if the profile holds {more:.0f} steps, say --steps {more:.0f}" if more == int(more) > 1 else ""
+        advice = f"; if the profile holds {more:.0f} steps, give --steps {more:.0f}" if more == int(more) > 1 else ""
         raise DataError(
             f"{profile.source}: the profile has {count} FlashAttentionScoreGrad kernels, but the recipe's layers and "
             f"micro-batches need {steps * wanted[0]} in {steps} step{'s' if steps > 1 else ''}{advice}"
@@ -73,7 +75,7 @@ def _attended(config: Configuration, stage: int) -> int:
 
 
 def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> None:
-    """Check FLOPs of the matmuls whose shapes are known, as long as these are most of them."""
+    """Check the FLOPs of the matmuls whose shapes are known, if these are most matmuls."""
     kernels = [kernel for kernel in profile.step.kernels if term_of(kernel, config) == "matmul"]
     known = [(matmul_of(kernel), kernel) for kernel in kernels]
     seen = sum(kernel.seconds for matmul, kernel in known if matmul)

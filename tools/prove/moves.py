@@ -164,7 +164,7 @@ def _with_pieces(
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
     """Return a spread with the dimensions `dims` if they hold the same parts in the same order, so that every rank has
-    the same elements as before. Otherwise return the spread unchanged. Pieces that change their dimension become loose.
+    the same elements as before; otherwise return the spread unchanged. Pieces that change their dimension become loose.
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):

@@ -248,7 +248,7 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 def against(found: Spread, wanted: Spread) -> str:
     """Return a sentence that says why a gradient is distributed wrongly over the ranks after its sums over ranks, and
-    what is missing; return "" if the gradient is distributed over the ranks as its weight does.
+    what is missing; return "" if the gradient is distributed over the ranks as its weight is.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"

@@ -40,8 +40,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error says that the compiled graph contradicts itself, wherever the pieces of cut tensors lie of which the
-    dimension is not known yet (loose pieces).
+    """This error means that the compiled graph contradicts itself for every possible dimension of its loose pieces
+    (pieces of cut tensors whose dimension is not known yet).
     """
 
 

@@ -179,7 +179,7 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
         _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
     if not (path.parent / name).is_file():
-        raise RecipeError(f"{path}: {where}: the recipe does not exist beside the card")
+        raise RecipeError(f"{path}: {where}: the recipe does not exist in the card's folder")
     of_card: dict[str, Any] = {key: card[key] for key in ("kind", "why", "parameters") if key in card}
     return Entry(path.parent / name, **{**of_card, **body, "assumed": body.get("assumed") or {}})
 
@@ -189,7 +189,7 @@ def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
     _check_keys(path, where, body, _CONFLICT_KEYS, {"child"})
     for name in (body["recipe"], *([body["child"]] if "child" in body else [])):
         if not (path.parent / name).is_file():
-            raise RecipeError(f"{path}: {where}: {name} does not exist beside the card")
+            raise RecipeError(f"{path}: {where}: {name} does not exist in the card's folder")
     return Conflict(**body)
 
 

@@ -166,13 +166,17 @@ def _meaning(words: tuple[str, ...], batches: tuple[Batch, Batch]) -> Meaning:
 
 
 def _idents(recipes: tuple[Recipe, Recipe], pair: _Pair) -> tuple[Any, ...] | None:
-    """Return what tells one shared value from another: the anchors behind it on both sides, as far as known."""
+    """Return the anchors behind a value in both recipes, as far as they are known; equal anchors mean the same shared
+    value.
+    """
     marks = [recipe.marks.get(path) for recipe, path in zip(recipes, pair.paths, strict=True)]
     return tuple(mark and mark.ident for mark in marks) if any(marks) else None
 
 
 def _merge(first: Change, second: Change) -> Change:
-    """Return two places of one value as one change, told at the place where it means most."""
+    """Return two changes of one shared value as one change, at the key path whose group of meanings is the more
+    important one.
+    """
     if GROUPS.index(second.meaning.group) < GROUPS.index(first.meaning.group):
         first, second = second, first
     return replace(first, also=(*first.also, second.path, *second.also))
@@ -223,14 +227,18 @@ def _names(entries: list[Any]) -> dict[str, int]:
 
 
 def _kind(value: Any) -> str:
-    """Return how a value is compared; one that is empty or absent takes after the other side."""
+    """Return how a value is compared; a value that is empty or absent is compared in the way of the other recipe's
+    value.
+    """
     if isinstance(value, list):
         return "entries" if any(isinstance(item, dict) for item in value) else "list"
     return "mapping" if isinstance(value, dict) else "value"
 
 
 def _places(before: Any, after: Any) -> Iterator[tuple[KeyPath, Any, Any]]:
-    """Yield (indices, old, new) of plain lists of one shape; of others, the whole as one place."""
+    """Yield (indices, old, new) for each element of two lists of the same shape; for other lists, yield the whole
+    lists.
+    """
     if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
         if not _same(before, after):
             yield (), before, after

@@ -190,7 +190,7 @@ def _text(file: str) -> str:
     except FileNotFoundError:
         raise RecipeError(f"{file}: there is no such recipe{_nearby(file)}") from None
     except OSError as error:
-        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
+        raise RecipeError(f"{file}: the file cannot be read: {error.strerror}") from None
 
 
 @functools.lru_cache(maxsize=512)  # recipes of a family have bases in common, and a search reads its recipe often

@@ -43,13 +43,13 @@ class _Given:
     named: set[KeyPath] = field(default_factory=set)  # the key paths that an override names itself
 
     def name(self, paths: Sequence[KeyPath], override: str) -> None:
-        """Keep that an override names `paths`."""
+        """Record that an override names the key paths `paths`."""
         self.named.update(paths)
         self.by.update(dict.fromkeys(paths, override))
 
     def places(self, path: KeyPath) -> list[KeyPath]:
-        """Return `path` and the places that share its value, without those inside a whole that an override has set:
-        this override says what stands there, whichever of the two comes first.
+        """Return `path` and the key paths that share its value through an anchor. Key paths inside a mapping or list
+        that an override has set as a whole are left out, because that override decides their values.
         """
         own, *shared = shared_paths(self.before, path)
         return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
@@ -262,7 +262,7 @@ def _reached(recipe: Any, path: KeyPath) -> Any:
 
 
 def _floats(value: Any) -> Any:
-    """Mend 1e-3 also inside lists and mappings."""
+    """Convert texts such as 1e-3 to numbers, also inside lists and mappings."""
     if isinstance(value, str) and EXPONENT.fullmatch(value):
         return float(value)
     if isinstance(value, list):
@@ -309,7 +309,9 @@ def _forget_below(recipe: dict[str, Any], path: KeyPath) -> None:
 
 
 def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
-    """Return `value` as the kind that stands in the recipe; raises RecipeError when it is another."""
+    """Return `value` converted to the type of the present value in the recipe; raise RecipeError if it has another
+    type.
+    """
     name = dotted(path)
     if isinstance(old, dict):
         a_plugin = path[:1] == ("plugins",) and len(path) == 2
@@ -341,12 +343,12 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
 
 
 def _takes_both(path: KeyPath) -> bool:
-    """Return whether a number, a flag or a list may stand at a key path."""
+    """Return whether a key accepts numbers as well as flags or lists."""
     return path[-1] in _SCALAR_OR_LIST or path[:-1] in _OF_PATTERNS
 
 
 def _right(old: Any, value: Any) -> str:
-    """Return what would be right instead, where that is plain."""
+    """Return the advice for a wrong value, if the right value is obvious."""
     if isinstance(old, int) and isinstance(value, float) and value.is_integer() and not isinstance(old, bool):
         return f": write {int(value)}"
     if isinstance(old, bool) and value in (0, 1):

@@ -213,13 +213,11 @@ class Scalars:
                 old.unlink()
             self.writer: Any = EventFileWriter(str(self.folder), filename_suffix=_EVENTS_SUFFIX)
         except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
+            raise DataError(f"{self.folder}: this path cannot be written ({error.strerror or error})") from None
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
-        """Write the metrics of one step, as a line in the run's folder metrics/ holds them, as scalars for
-        TensorBoard.
-        """
+        """Write the metrics of one step, given as a line of a file in RUN/metrics, as scalars for TensorBoard."""
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
@@ -250,7 +248,9 @@ class Exporter:
 
     def __init__(self, path: Path):
         if path.suffix != ".prom":
-            raise DataError(f"--prometheus {path}: the file must end in .prom, as node_exporter reads only those")
+            raise DataError(
+                f"--prometheus {path}: the file must end in .prom, because node_exporter reads only such files"
+            )
         try:
             import prometheus_client
         except ImportError:
@@ -279,7 +279,8 @@ class Exporter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)
         except OSError as error:
-            raise DataError(f"--prometheus {self.path}: cannot be written ({error.strerror or error})") from None
+            reason = error.strerror or error
+            raise DataError(f"--prometheus {self.path}: this path cannot be written ({reason})") from None
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})

@@ -169,7 +169,7 @@ def untold(run: Run) -> list[int]:
 
 def failure_of(attempt: Attempt) -> Failure:
     """Return the failure of an attempt that its verdict names. Without a verdict, return the failure of the first node
-    that ended badly; if neither names a worker, return the failure that the logs show.
+    that ended with an error; if neither the verdict nor a node names a worker, return the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

@@ -197,7 +197,7 @@ def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None
 
 
 def _mended(value: Any, kinds: list[str]) -> str:
-    """Return what the author probably meant."""
+    """Return the value that the author probably meant."""
     if isinstance(value, str) and "float" in kinds and EXPONENT.fullmatch(value):
         return f"write {as_yaml(value)}" if isfinite(float(value)) else "write a finite number"
     if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():

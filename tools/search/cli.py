@@ -64,7 +64,7 @@ from tools.search.overlay import keep_files_of
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the layout to this file.  [default: RECIPE.layout.yaml]",
 )
-@click.option("--force", is_flag=True, help="Replace the file to be written even if it is not a layout.")
+@click.option("--force", is_flag=True, help="Replace the file of --out even if it does not hold a layout.")
 @seed_option
 @json_option
 def layout(
@@ -172,7 +172,7 @@ def search() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw which pass each stage runs at which time under the plan (.svg or .png).",
+    help="Draw a time line of the passes that each stage runs under the plan (.svg or .png).",
 )
 def pipeline(
     instance: Path,

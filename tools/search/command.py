@@ -110,8 +110,8 @@ class OfGroup(click.Command):
     multiple=True,
     metavar="NAME|all",
     help=(
-        "Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which of them a recipe "
-        "can ask for and which are only simulated. With this option, --write writes the "
+        "Also rank layouts of this pipeline schedule, such as zero_bubble_v, or of all schedules; the table says "
+        "which schedules a recipe can ask for and which are only simulated. With this option, --write writes the "
         "fastest layout whose schedule a recipe can ask for."
     ),
 )
@@ -130,9 +130,9 @@ class OfGroup(click.Command):
     "swapping",
     is_flag=True,
     help=(
-        "Place the layers of the best strategy once more, where each layer may also swap its activations to the host "
-        "instead of keeping or recomputing them; the time on the link to the host is counted. The placement with "
-        "swapping is only simulated, and no file is written for it."
+        "Assign the layers of the best strategy to stages a second time; each layer may then also swap its "
+        "activations to the host instead of keeping or recomputing them, and the time on the link to the host is "
+        "counted. This second assignment is only simulated, and no file is written for it."
     ),
 )
 @click.option(
@@ -141,8 +141,8 @@ class OfGroup(click.Command):
     help=(
         "Search a second time under uneven expert loads, rank the strategies of the first and the second search by "
         "their expected step time, and show the chance that each runs out of memory. LOADS can be: even, published, "
-        "trained, spread:NUMBER, one max/mean such as 1.3, a run's folder or a routing log (docs/estimator.md). With "
-        "this option, --write writes the first strategy of this ranking."
+        "trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, a run's folder or a routing "
+        "log (docs/estimator.md). With this option, --write writes the strategy with the shortest expected step time."
     ),
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Show this many strategies.")
@@ -173,7 +173,8 @@ class OfGroup(click.Command):
     "verified",
     metavar="N",
     type=Number("rows"),
-    help="Compile the best N strategies by dry runs, and the next ones until one fits; those that fail are dropped.",
+    help="Compile the best N strategies by dry runs and drop those that fail; if all N fail, go on with the next "
+    "strategies until one fits.",
 )
 @click.option(
     "--full",

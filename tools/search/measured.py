@@ -125,7 +125,7 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
 @click.command("calibrate")
 @click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
 @click.option(
-    "--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Read the profile as that of a run of RECIPE."
+    "--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Name the recipe of the profiled run."
 )
 @overrides_option("RECIPE")
 @_steps

@@ -372,7 +372,7 @@ def _swapped_alike(
 
 
 def _difference(before: Any, after: Any) -> dict[str, Any]:
-    """Return what a child must write, nested, to turn `before` into `after`."""
+    """Return the nested keys that a child recipe must write to turn `before` into `after`."""
     found: dict[str, Any] = {}
     for key, value in after.items():
         old = look(before, (key,))

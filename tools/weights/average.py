@@ -116,7 +116,9 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
-            raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs can be averaged")
+            raise CheckpointError(
+                f"{source.path}: this is {source.form}; only checkpoints of runs (folders iteration_*) can be averaged"
+            )
         source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(

@@ -121,7 +121,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
     "target",
     required=True,
     type=click.Path(path_type=Path),
-    help="Write into this folder, which must not exist yet.",
+    help="Write the average into this folder, which must not exist yet.",
 )
 @click.option(
     "--weights",
@@ -196,7 +196,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Copy this tokenizer folder beside weights for Hugging Face.",
+    help="Copy the tokenizer in this folder into the folder of weights that are written for Hugging Face.",
 )
 @click.option(
     "--dry-run",
@@ -245,7 +245,7 @@ def convert_command(
     _print_damaged(damaged)
 
 
-@weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another layout.")
+@weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another parallel layout.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
@@ -254,7 +254,8 @@ def convert_command(
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Write nothing; only plan, from the headers of CHECKPOINT's files. With this option CHECKPOINT may also be "
+    help="Only plan the new files, from the headers of CHECKPOINT's files, and write nothing. With this option "
+    "CHECKPOINT may also be "
     "a recipe.",
 )
 @salvage_option

@@ -81,7 +81,7 @@ def write_shard(source: Source, folder: Path, plan: Plan, known: dict[str, int],
         os.replace(part, target)
         os.replace(said, folder / f"{shard.file}{DONE}")
     except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+        raise DataError(f"{target}: this path cannot be written ({error.strerror or error})") from None
     return shard.file
 
 
@@ -223,7 +223,7 @@ def _make_room(part: Path, target: Path, plan: Plan) -> None:
         part.mkdir(parents=True, exist_ok=True)
         there = sum(path.stat().st_size for path in part.glob("*.safetensors"))
     except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+        raise DataError(f"{target}: this path cannot be written ({error.strerror or error})") from None
     try:
         require_room(part, target, plan.bytes, there)
     except DataError:

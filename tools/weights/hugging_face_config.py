@@ -68,7 +68,7 @@ def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
     try:
         given = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     if not isinstance(given, dict):

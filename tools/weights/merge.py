@@ -68,7 +68,10 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
         RecipeError: there is no recipe, or it does not have `plugins.lora`.
     """
     if source.form != "MindFormers":
-        raise CheckpointError(f"{source.path}: this is {source.form}; only iterations of runs have adapters to merge")
+        raise CheckpointError(
+            f"{source.path}: this is {source.form}; only checkpoints of runs (folders iteration_*) "
+            f"have adapters to merge"
+        )
     source.require_whole()
     file = recipe or recipe_beside(source)
     loaded = resolve(load_recipe(file))
@@ -139,7 +142,7 @@ def merge(
             try:
                 digest = save_file(tensors, part / file, {"format": "ms"})
             except OSError as error:
-                raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+                raise DataError(f"{target}: this path cannot be written ({error.strerror or error})") from None
             described = {name: [str(TYPES[made.dtype]), list(made.shape)] for name, made in tensors.items()}
             records[file] = {"sha256": digest, "tensors": described}
             done += sum(plan.headers[name].bytes for name in names)

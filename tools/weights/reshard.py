@@ -159,7 +159,7 @@ def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> 
         digest = save_file(tensors, folder / file, {"format": "ms"})
         return Written(file, (folder / file).stat().st_size, digest)
     except OSError as error:
-        raise DataError(f"{folder / file}: cannot be written ({error.strerror or error})") from None
+        raise DataError(f"{folder / file}: this path cannot be written ({error.strerror or error})") from None
 
 
 def _whole(old: Mapped, copied: Copied) -> Iterator[np.ndarray]:
@@ -255,7 +255,7 @@ class Mapped:
             with path.open("rb") as data:
                 self.maps[file] = mmap.mmap(data.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+            raise CheckpointError(f"{path}: the file cannot be read ({error})") from None
         return self.maps[file]
 
 

@@ -191,7 +191,7 @@ def require_room(folder: Path, target: Path, size: int, written: int = 0) -> Non
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+        raise DataError(f"{target}: this path cannot be written ({error.strerror or error})") from None
     if (wanted := int(size * _MARGIN) - written) > free:
         raise DataError(
             f"{target}: {wanted / 1e9:,.3f} GB are to be written, but only {free / 1e9:,.3f} GB are free on its disk"
@@ -227,7 +227,7 @@ def _hugging_face(folder: Path) -> Stored:
     try:
         where = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
     except OSError as error:
-        raise CheckpointError(f"{folder / INDEX}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{folder / INDEX}: the file cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it {not_json(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError):

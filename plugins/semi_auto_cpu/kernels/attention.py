@@ -134,9 +134,9 @@ def _refuse(name: str, **arguments: Any) -> None:
 def _call(
     name: str, tensors: tuple[np.ndarray, ...], mask: Any, ends: tuple[Any, ...], settings: tuple[Any, ...]
 ) -> Call:
-    heads, keep, scale, before, behind, _, layout, sparse = settings
-    if keep != 1:
-        raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep}: this CPU kernel has no dropout")
+    heads, keep_prob, scale, before, behind, _, layout, sparse = settings
+    if keep_prob != 1:
+        raise NotImplementedError(f"{name}: keep_prob must be 1, not {keep_prob}: this CPU kernel has no dropout")
     layout = _layout(name, layout)
     if sparse not in range(5):
         raise NotImplementedError(f"{name}: sparse_mode {sparse} is not supported by this CPU kernel")
@@ -277,7 +277,7 @@ def _band(call: Call, part: _Part) -> tuple[int, int]:
 
 
 def _outside(first: int, last: int, start: int, stop: int, lower: int, upper: int) -> np.ndarray | None:
-    """Return [1, rows, columns]: where a key lies outside the band; None if none does."""
+    """Return [1, rows, columns], which is True where a key lies outside the band; None if every key lies inside it."""
     if start - first >= lower + (last - 1 - first) and stop - 1 - first <= upper:
         return None
     distance = np.arange(start, stop) - np.arange(first, last)[:, None]
@@ -398,7 +398,7 @@ def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | No
 
 
 def _scores(q: np.ndarray, k: np.ndarray, block: Block) -> np.ndarray:
-    """Return [heads, rows, columns]; hidden ones at the least number."""
+    """Return the scores [heads, rows, columns]; hidden scores have the smallest number of the type."""
     scores = with_keys(q, k)
     if block.hidden is not None:
         np.copyto(scores, _HIDDEN, where=block.hidden)

@@ -257,7 +257,7 @@ def test_a_file_that_is_not_utf_8_is_named_with_its_byte(recipe, tmp_path):
     given = recipe()
     (tmp_path / "mine.jsonl").write_bytes(b'{"instruction": "\xff"}')
     with pytest.raises(
-        DataError, match=r"mine\.jsonl: is not JSON: byte 18 is not UTF-8; the file must hold lines such as"
+        DataError, match=r"mine\.jsonl: the file is not JSON: byte 18 is not UTF-8; the file must hold lines such as"
     ):
         fitted_to_conversations(given, None)
 

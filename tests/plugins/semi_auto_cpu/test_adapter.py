@@ -179,7 +179,7 @@ def test_pairs_of_any_ranks_are_known_and_other_ranks_groups_are_not(data, devic
 def test_a_place_that_nothing_tells_is_refused():
     """No answer is better than a wrong one: it decides which slice of a weight a rank has."""
     ranks = Ranks(8, 1)
-    told = r"rank 1 needs its place in group '3-77', whose ranks are unknown: MindSpore itself named"
+    told = r"rank 1 needs its index in group '3-77', whose ranks are unknown: MindSpore itself named"
     for ask in (ranks.rank_in, CollectiveManager(ranks).get_rank_id, CollectiveManager(ranks).get_group_ranks):
         with pytest.raises(ClusterError, match=told):
             ask("3-77")

@@ -191,7 +191,7 @@ def test_three_ranks_at_three_operators_each_name_both_others():
 
 def test_a_receive_from_oneself_is_refused():
     told = messages([[("Receive", LINK | {"src_rank": "0"}, [], [ones(4)])], []])
-    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: the index 0 is not that of another member" in told[0]
+    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: 0 is not the index of another member" in told[0]
 
 
 def step(one, rank):

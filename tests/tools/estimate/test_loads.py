@@ -240,7 +240,7 @@ def test_a_trained_router_is_as_uneven_as_published():
 
 GOOD = {"step": 1, "tokens": [[3] * 32] * 7}
 BAD = {  # name -> lines, what the message has after the file
-    "nothing": ([], "log.jsonl: tokens: the log holds the loads of no step"),
+    "nothing": ([], "log.jsonl: tokens: the log holds no loads"),
     "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: tokens: this line is not JSON"),
     "no counts": ([{"step": 1}], "log.jsonl:1: tokens: the key is missing"),
     "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: it must be a list"),
@@ -270,7 +270,7 @@ BAD = {  # name -> lines, what the message has after the file
     ),
 }
 BAD_CSV = {
-    "nothing": ("", "log.csv: tokens: the log holds the loads of no step"),
+    "nothing": ("", "log.csv: tokens: the log holds no loads"),
     "no column": ("step,layer,expert\n1,1,1\n", "log.csv:1: tokens: this column is missing"),
     "another column": ("step,layer,expert,tokens,rank\n", "log.csv:1: rank: no such column"),
     "half a line": (

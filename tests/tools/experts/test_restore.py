@@ -116,7 +116,7 @@ def test_an_error_of_the_caller_is_not_blamed_on_the_file_that_is_read(tmp_path)
 def test_a_checkpoint_that_a_run_removes_in_the_meantime_is_named(tmp_path):
     """As a run that trains does with its oldest one."""
     folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
-    with pytest.raises(CheckpointError, match=r"mini-\w+-\d+-\d+.safetensors: cannot be read .*checkpoint.save_max"):
+    with pytest.raises(CheckpointError, match=r"mini-\w+-\d+-\d+.safetensors: the file .*checkpoint.save_max"):
         restore_order(folder, target_of(folder), lambda name: shutil.rmtree(folder, ignore_errors=True))
     assert list(target_of(folder).parent.iterdir()) == []
 

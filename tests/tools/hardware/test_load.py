@@ -169,7 +169,7 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     file = tmp_path / "bomb.yaml"
     file.write_text("\n".join(lines), "utf-8")
-    with pytest.raises(RecipeError, match=r"bomb\.yaml:\d+: cannot be read: more than"):
+    with pytest.raises(RecipeError, match=r"bomb\.yaml:\d+: the file cannot be read: more than"):
         load_hardware(file)
 
 
@@ -182,7 +182,7 @@ def test_a_key_that_stands_twice_and_one_that_was_merged(tmp_path):
     path.write_text("a: &a {x: 1}\nt: {b: &b {<<: *a, x: 2}}\nc: {<<: *b}\n", "utf-8")
     assert read_yaml(path, RecipeError) == {"a": {"x": 1}, "t": {"b": {"x": 2}}, "c": {"x": 2}}
     path.write_text("a: {x: 1,\n  x: 2}\n", "utf-8")
-    with pytest.raises(RecipeError, match=r"a\.yaml:2: cannot be read: key 'x' is already set in line 1"):
+    with pytest.raises(RecipeError, match=r"a\.yaml:2: the file cannot be read: key 'x' is already set in line 1"):
         read_yaml(path, RecipeError)
 
 

@@ -66,7 +66,7 @@ def test_the_file_is_never_half_written(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("tools.files.atomic.os.replace", fail)
-    with pytest.raises(DataError, match=r"flat\.yaml: cannot be written \(disk full"):
+    with pytest.raises(DataError, match=r"flat\.yaml: this path cannot be written \(disk full"):
         dump_recipe({"a": 2}, target)
     assert target.read_text() == "a: 1\n" and os.listdir(tmp_path) == ["flat.yaml"]
 

@@ -275,7 +275,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 
     (tmp_path / "x.yaml").write_text("a: 1\n")
     monkeypatch.setattr("tools.files.small_yaml.os.stat", refuse)
-    assert refusal(tmp_path / "x.yaml").endswith("x.yaml: cannot be read: Permission denied")
+    assert refusal(tmp_path / "x.yaml").endswith("x.yaml: the file cannot be read: Permission denied")
 
 
 def test_bases_by_the_thousand(tmp_path):

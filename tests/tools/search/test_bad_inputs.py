@@ -324,7 +324,7 @@ def test_a_file_that_cannot_be_written_any_more_costs_no_other(tmp_path, monkeyp
     )  # it was checked when it could be written
     (tmp_path / "file").write_text("", "utf-8")
     words = ["--top", 1, "--write", tmp_path / "file" / "best.yaml", "--html", tmp_path / "report.html"]
-    with pytest.raises(DataError, match=r"best\.yaml: cannot be written"):
+    with pytest.raises(DataError, match=r"best\.yaml: this path cannot be written"):
         run(*words)
     assert (tmp_path / "report.html").is_file()
 
@@ -370,7 +370,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(words, tmp_p
     (tmp_path / "file").touch()
     words = [os.path.join(ROOT, word) if word == PRETRAIN_4K else word for word in words]
     target = "file/answer.html" if words[-1] == "--html" else "file/answer.svg"
-    refused(CliRunner().invoke(search, [*words, target]), f"{target}: cannot be written", "is a file")
+    refused(CliRunner().invoke(search, [*words, target]), f"{target}: this path cannot be written", "is a file")
 
 
 def test_a_launch_does_not_search_for_a_layout_that_it_cannot_keep(tmp_path, monkeypatch):
@@ -378,9 +378,9 @@ def test_a_launch_does_not_search_for_a_layout_that_it_cannot_keep(tmp_path, mon
     path.write_text(f"base_config: {os.path.abspath(PRETRAIN_4K)}\nmodel: {{model_config: {{offset: auto}}}}\n")
 
     def locked(target):
-        raise DataError(f"{target}: cannot be written")
+        raise DataError(f"{target}: this path cannot be written")
 
     monkeypatch.setattr("tools.layout.resolve.check_writable", locked)
     monkeypatch.setattr("tools.layout.resolve.make_layout", lambda *_: pytest.fail("the search has begun"))
-    with pytest.raises(DataError, match=r"recipe\.layout\.yaml: cannot be written"):
+    with pytest.raises(DataError, match=r"recipe\.layout\.yaml: this path cannot be written"):
         resolve(load_recipe(path), layout="search")

@@ -82,7 +82,7 @@ def test_wrong_input(problem, tmp_path):
 
 def test_out_that_cannot_be_written(problem, tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
-    with pytest.raises(DataError, match=r"s\.json: cannot be written"):
+    with pytest.raises(DataError, match=r"s\.json: this path cannot be written"):
         run_pipeline(problem, "--out", tmp_path / "file" / "s.json")
 
 

@@ -137,7 +137,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
-    """Return losses of the first steps, by `tc3 train` in a process of its own."""
+    """Return the losses of the first steps of a training by `tc3 train`, which runs in a separate process."""
     folder.mkdir(parents=True, exist_ok=True)
     dump_recipe(align_sides.shortened(recipe, steps), folder / "recipe_in.yaml")
     command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]

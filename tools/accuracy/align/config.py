@@ -133,7 +133,9 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
-    """Return (weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
+    """Return (weights, prefixes) of a `data_path`; the weights are empty if the value gives none (Megatron then uses
+    the sizes of the corpora).
+    """
     path = (*LOADER, "config", "data_path")
     if not (found := look(recipe, path, None)):
         return [], []

@@ -62,7 +62,7 @@ class AlignRecorder(Callback):
         np.savez(self.record, **self.out)
 
     def _after_step(self, arguments):
-        """Note the state after every callback of the step before has had its turn."""
+        """Record the state after all callbacks of the previous step have run."""
         parameters = arguments.train_network.network.get_parameters()
         weights = {param.name: copy(param) for param in parameters if not param.name.endswith(STATE)}
         optimizer = arguments.train_network.optimizer

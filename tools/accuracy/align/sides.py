@@ -125,7 +125,7 @@ def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
 
 
 def _layer(router: str, sizes: Sizes) -> str:
-    """Return the number of a MindFormers router's layer, MTP behind the others."""
+    """Return the number of the layer of a MindFormers router; MTP layers come after all decoder layers."""
     words = router.split(".")
     return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
 

@@ -115,12 +115,14 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return a part of (ours, theirs, the reference's nudged run or None)."""
+    """Return `part` of each record (of MindFormers, of the reference, and of the reference's nudged run); None for a
+    record that is None.
+    """
     return [None if side is None else part(side) for side in sides]
 
 
 def _first_of(side: Record, name: str) -> np.ndarray | None:
-    """Return the first value of a curve; None if the side has no such curve."""
+    """Return the first value of a curve; None if the training has recorded no such curve."""
     return side.curve[name][:1] if name in side.curve else None
 
 
@@ -181,7 +183,8 @@ def _ties_are_rare(theirs: Record) -> bool:
 
 
 def _single_steps(ours: Record, theirs: Record) -> list[Row]:
-    """Return loss, update and bias of each step from our own state.
+    """Return rows that compare the loss, the update and the router biases of each step, which the reference computed
+    from MindFormers' state before the step.
 
     Few choices that moved to another expert are ties, and excuse as much of loss and update as they can change; many,
     or some in most steps, are a fault. The biases are not excused: the reference moves them by our counts.
@@ -263,7 +266,8 @@ def _length(got: np.ndarray, want: np.ndarray) -> float:
 def _between(
     name: str, measure: Callable[[np.ndarray, np.ndarray], float], sides: list, tolerance: float, words: str
 ) -> Row:
-    """Return a row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
+    """Return a row for a triple (MindFormers, the reference, the reference's nudged run or None); a value that only one
+    of the two trainings has is a failure.
 
     Where the reference is zero nothing is relative to it: only what rounding makes of that zero excuses anything.
     """
@@ -353,7 +357,7 @@ def explain_curve(stage: Stage) -> str:
 
 
 def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
-    """Return a sentence if the rotated part of the heads differs and the rest does not."""
+    """Return a sentence if only the rotated dimensions of the heads differ; "" otherwise."""
     if ours.shape != theirs.shape or not 0 < rope < ours.shape[-1]:
         return ""
     plain, rotated = (relative(ours[..., part], theirs[..., part]) for part in (np.s_[:-rope], np.s_[-rope:]))
@@ -376,7 +380,9 @@ def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:
 
 
 def _factor(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """Return ``, 1.010 times the other side`` where one is a multiple of the other."""
+    """Return a text such as ``, 1.0100 times the other side's`` if one array is a multiple of the other; ""
+    otherwise.
+    """
     if ours.shape != theirs.shape or _cosine(ours.ravel(), theirs.ravel()) < 0.999:
         return ""
     return f", {np.linalg.norm(ours) / np.linalg.norm(theirs):.4f} times the other side's"

@@ -133,7 +133,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _tell_steps(a: Side, b: Side) -> None:
-    """Note which steps only one of the two runs has; nothing is compared with them."""
+    """Record which steps only one of the two runs has, because these steps are not compared."""
     if not a.steps.keys() & b.steps.keys():
         b.notes.append(
             f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
@@ -187,7 +187,7 @@ def _resuming(change: Change) -> bool:
 
 
 def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return stages that had something to compare, and the others with why."""
+    """Return the stages that had values to compare, and the other stages with the reason why they had none."""
     sides = (a, b) if b else (a,)
     # a single run is compared with what its recipe says
     seen = [CONFIGURATION] if b else [CONFIGURATION] * bool(a.effective) + [FORWARD] * a.held
@@ -296,7 +296,9 @@ class _Pair:
                 yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
-        """Yield findings about what one run restored, against what the other one had at that step."""
+        """Yield findings about the state that one run restored from a checkpoint, compared with the state of the other
+        run at that step.
+        """
         for one, other in ((self.a, self.b), (self.b, self.a)):
             for start in one.starts:
                 known = start.step > 0 and start.step not in one.states and start.step in other.states
@@ -352,7 +354,7 @@ class _Pair:
                 yield Finding(step, SAMPLES, "data", f"{name} of {rows} of {len(mine)} samples differs", 1.0)
 
     def _whose(self, step: int, others: set[str], common: int) -> str:
-        """Return in words, which step of A has B's samples."""
+        """Return a sentence that says which step of A has the samples of a step of B."""
         for other in self.a.samples:
             found = self.a.ids(other)
             if found is not None and set(found) == others:
@@ -392,7 +394,8 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Yield findings about gradients before clipping: a wrong norm scales them all, and is not their fault.
+        """Yield findings about gradients before clipping, because a wrong global norm scales all gradients without any
+        of them being wrong.
 
         If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
         leaves them, clipping is wrong, and what the gradients were before it is not known.

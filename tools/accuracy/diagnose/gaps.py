@@ -92,7 +92,7 @@ def _ranks(side: Side, metrics: Mapping[int, Readings]) -> Iterator[str]:
 
 
 def _numbers(side: Side) -> Iterator[str]:
-    """Yield what some steps lack: a number of the metrics, or the digests of the samples."""
+    """Yield a sentence for each value of the metrics, or digest of the samples, that some steps lack."""
     for name in NUMBERS:
         known = name in ALWAYS or any(record.get(name) is not None for record in side.steps.values())
         missing = {step for step, record in side.steps.items() if name in record and record[name] is None}
@@ -185,7 +185,7 @@ def _going_on(side: Side) -> bool:
 
 
 def _asked(side: Side) -> int:
-    """Return how many steps of the run's last part its recipe asks to record."""
+    """Return the number of steps that the recipe asks to record since the last start of the run."""
     written = View(side.recipe).get(tuple(KEY.split(".")))
     try:
         return Settings.read({} if written is True else written).steps if written else 0
@@ -275,7 +275,9 @@ def _of_update(told: Line, updates: int | None) -> Iterator[str]:
 
 
 def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
-    """Yield what is lacking of the optimizer's moments and of the updates that they made."""
+    """Yield the moments of the optimizer that are missing, and the updates that are missing although their moments were
+    recorded.
+    """
     one, two = MOMENTS
     for name in dict.fromkeys(map(weight_of, state)):
         if (one + name in state) != (two + name in state):

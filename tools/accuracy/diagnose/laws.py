@@ -93,7 +93,9 @@ def laws(side: Side) -> Iterator[Finding]:
 
 
 def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
-    """Yield findings unless what several ranks hold is the same on all of them; `stage` is that of the weights."""
+    """Yield findings unless all ranks that hold a copy of a tensor hold the same values; `stage` is the stage of
+    findings about weights.
+    """
     for name, tensor in sorted(state.tensors(side.parts).items()):
         if tensor.differing:
             where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
@@ -102,7 +104,7 @@ def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
 
 
 def _built_law(side: Side) -> Iterator[Finding]:
-    """Yield findings unless what was built has the numbers of the recipe."""
+    """Yield findings unless the built model and optimizer have the settings of the recipe."""
     for name, wanted in built_of(side.recipe).items():
         found = side.effective.get(name, wanted)
         if found != wanted and not (_number(found) and _number(wanted) and math.isclose(found, wanted, rel_tol=1e-6)):

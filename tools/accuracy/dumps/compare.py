@@ -95,7 +95,7 @@ def _path(row: Row) -> str:
 
 
 def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
-    """Return whether something that was computed, or taken in, differs before this parameter is seen.
+    """Return whether a computed value, or an input, differs before the call that uses this parameter.
 
     What goes into a call inside the parameter's own cell does not count: the cell may have passed the parameter on.
     """
@@ -261,7 +261,9 @@ class Report:
         return found
 
     def _about_updates(self) -> list[str]:
-        """Return which updates were judged how well; without any, the optimizer was not looked at."""
+        """Return lines that say which weight updates were judged, and how precisely; without judged updates, a line
+        says that the optimizer was not compared.
+        """
         judged, found = self.judged, []
         if self.updates > judged.exact:
             least = "they moved the same on both sides, or not at all in GOLDEN"

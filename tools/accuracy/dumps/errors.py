@@ -158,7 +158,9 @@ def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
 
 
 def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
-    """Return the largest error, and how many are over the tolerance; `error_of` a piece of `want` and of `got`."""
+    """Return the largest error, and the number of elements over the tolerance; `error_of` computes the errors of one
+    piece of `want` and `got`.
+    """
     worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):

@@ -108,7 +108,8 @@ class NpyFile:
             self._file: BinaryIO = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}), but dump.json names this file, so the dump is not complete"
+                f"{path}: the file cannot be read ({error.strerror}), but dump.json names it, so the dump is not "
+                f"complete"
             ) from None
         try:
             head = self._file.read(_HEAD)
@@ -245,7 +246,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
             raise DataError(
-                f"{path}: msprobe does not give such names to the file of a kernel's tensor; make the dump again"
+                f"{path}: msprobe does not give this name to the file of a kernel's tensor; make the dump again"
             )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
@@ -330,7 +331,7 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
 
 
 def _elsewhere(folder: Path) -> str:
-    """Return where the dump might be meant."""
+    """Return a hint at the folder that the user may have meant."""
     if (folder / "dump.json").exists():
         return f"; it is one rank of a dump: give {folder.parent.parent}"
     if any(folder.glob("*/dump.json")):
@@ -349,8 +350,8 @@ def _ranks(step: Path) -> dict[int, Path]:
     processes = [path for path in folders if _PROCESS.match(path.name)]
     if len(processes) > 1 or (processes and ranks):
         raise DataError(
-            f"{step}: the name {processes[0].name} does not tell the rank; where several processes dump, give "
-            "msprobe's start() a rank_id in each"
+            f"{step}: the name {processes[0].name} does not contain the rank; if several processes dump, each of "
+            f"them must pass a rank_id to msprobe's start()"
         )
     return ranks or dict(enumerate(processes))
 
@@ -430,7 +431,7 @@ def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
 
 
 def _wrong(node: dict[str, Any]) -> str | None:
-    """Return what a tensor's node has that none can have; None if nothing."""
+    """Return in words the fault of a tensor's entry that no dump can have; None if the entry is right."""
     dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
     if not isinstance(dtype, str):
         return f"dtype {dtype!r}"

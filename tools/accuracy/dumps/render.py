@@ -61,13 +61,13 @@ def _y(error: float) -> float:
 
 
 def _limit(groups: list[list[Row]]) -> str:
-    """Return the strictest tolerance of each point; what must be exact has none."""
+    """Return the strictest tolerance of each point; tensors that must be equal have none."""
     limits = [min((row.tolerance for row in group if row.tolerance), default=0.0) for group in groups]
     return " ".join(f"{_x(n, len(groups)):.1f},{_y(limit):.1f}" for n, limit in enumerate(limits) if limit)
 
 
 def _legend(grouped: bool) -> str:
-    """Return what the marks are, above the plot."""
+    """Return the explanation of the marks, drawn above the plot."""
     marks = (
         ('<circle cx="0" cy="-4" r="4" class="good"/>', "within its tolerance"),
         ('<circle cx="0" cy="-4" r="4" class="bad"/>', "a finding"),
@@ -82,7 +82,7 @@ def _legend(grouped: bool) -> str:
 
 
 def _frame() -> str:
-    """Return lines and names of the decades, and what they measure."""
+    """Return the lines and labels of the decades, and the label of the axis."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     found = [
         f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">error (logarithmic)</text>'
@@ -96,7 +96,7 @@ def _frame() -> str:
 
 
 def _layers(groups: list[list[Row]]) -> str:
-    """Return the number of the layer where a new one begins, and that of the step."""
+    """Return labels with the number of a layer where a new layer begins, and with the number of the step."""
     found, last, free, step, y = [], None, 0.0, None, HEIGHT - BOTTOM
     for n, group in enumerate(groups):
         match = _LAYER.search(group[0].name)

@@ -149,7 +149,9 @@ def _numbers(item: Item) -> np.ndarray | None:
 def _allowed(
     old: np.ndarray, shape: tuple[int, ...], size: float, error: float, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (what an update of this size may move each statistic by, by how much the moves may be apart)."""
+    """Return two vectors for an update of this size: the largest change of each statistic, and the allowed difference
+    between the changes in the two dumps.
+    """
     root, eps, sigmas = math.sqrt(max(math.prod(shape), 1)), ROUNDOFF[dtype], systematic(dtype)[1]
     base, noise = tolerance(dtype, 1), 2 * math.sqrt(min(error, 1.0))
     norm, largest = max(old[3], 1e-300), max(abs(old[0]), abs(old[1]))
@@ -162,7 +164,9 @@ def _allowed(
 
 
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
-    """Return the number that makes `apart` of `cause`, and how far from it they are (None, inf without one)."""
+    """Return the factor by which `apart` is a multiple of `cause`, and the largest deviation from this multiple
+    relative to its tolerance; return (None, inf) if there is no such factor.
+    """
     place = int(np.argmax(np.abs(cause) / allowed))
     factor = apart[place] / cause[place] if cause[place] else 0.0
     rest = np.abs(apart - factor * cause)
@@ -225,7 +229,7 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[tuple[int, int, fl
 
 
 def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, Item]]:
-    """Return the weight before and after: of GOLDEN, of BENCH."""
+    """Return the weight before and after an update in GOLDEN, and then in BENCH."""
     sides = [side[1] for side in (before.golden, after.golden, before.bench, after.bench) if side and side[1]]
     assert len(sides) == 4, "_steps takes weights that both sides have"
     return (sides[0], sides[1]), (sides[2], sides[3])
@@ -240,7 +244,9 @@ def _files(before: Pair, after: Pair) -> list[Path]:
 def _by_statistics(
     before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float, size: float, updates: Updates
 ) -> Row:
-    """Return the row of a weight whose values are not known; counts in `updates` what was judged."""
+    """Return the row of a weight whose values are unknown, and count in `updates` the way in which the update was
+    judged.
+    """
     assert old is not None and row is not None
     golden, bench = _items(before, after)
     if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="NAME,...",
-    help="Run only the strategies with these names, or all of a kind (baseline, trained or executed); may be repeated.",
+    help="Run only the strategies with these names, or all strategies of a kind (baseline, trained or executed); may "
+    "be repeated.",
 )
 @click.option(
     "--steps", default=3, show_default=True, type=Number("curve_steps"), help="Train this many steps in each run."
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 @click.option(
     "--update",
     is_flag=True,
-    help="Record the numbers of the trained runs as the new golden numbers instead of comparing them with the old "
-    "ones.",
+    help="Store the losses and norms of the trained runs as the new golden numbers, instead of comparing them with "
+    "the stored ones.",
 )
 @click.option(
     "--golden",
@@ -156,8 +157,11 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """Return (golden file of a recipe, whose numbers it holds where that is another); raise RecipeError if --golden has
-    none for it or another's, or --update would overwrite another's.
+    """Return the path of a recipe's golden file, and the recipe to which the numbers in this file belong if that is
+    another recipe.
+
+    Raises:
+        RecipeError: --golden has none for it, or another's; --update would overwrite another's.
     """
     from tools.accuracy.equivalence import golden_gate
 
@@ -166,7 +170,7 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
     if another and (folder or update):
         raise RecipeError(
             f"{'--golden' if folder else '--update'}: {file} holds the golden numbers of {another}, not of {recipe}; "
-            "--golden FOLDER keeps those in another folder"
+            "give another folder with --golden FOLDER"
         )
     if folder and not update and not file.exists():
         raise RecipeError(f"--golden {folder}: there is no {file.name} for this recipe; --update writes it")
@@ -176,8 +180,11 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return (differences from the golden numbers, runs that have none); with `update` they are written. `file` is
-    where this recipe's numbers stand or would; None where another recipe's do.
+    """Return the differences from the golden numbers, and the runs that have no golden numbers; with `update` write the
+    numbers instead, and return two empty lists.
+
+    Args:
+        file: where this recipe's numbers stand, or would; None where another recipe's do.
     """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL

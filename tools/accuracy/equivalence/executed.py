@@ -158,7 +158,9 @@ def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield comparisons of weights and moments after the last step; one that only one side has is wrong."""
+    """Yield comparisons of weights and moments after the last step; a tensor that only one training has is a
+    finding.
+    """
     last = len(reference.steps)
     for name in sorted(run.state.keys() ^ reference.state.keys()):
         side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
@@ -168,7 +170,7 @@ def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _moves(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield for each router the share of all moves of its biases that go another way than in one process."""
+    """Yield for each router the share of all moves of its biases that go in another direction than in one process."""
     for name in shared(run, reference, BIAS):
         moves, right = (_directions(side.state[BIAS + name]) for side in (run, reference))
         others = float(np.mean(moves != right))
@@ -335,7 +337,9 @@ def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
 
 
 class _Record:
-    """A `_Record` collects norms, and what the optimizer divided by, step by step."""
+    """A `_Record` collects, step by step, gradient norms and the mean squared gradients by which the optimizer
+    divided.
+    """
 
     def __init__(self, adam: Adam):
         self.adam = adam

@@ -104,7 +104,7 @@ def _content(file: Path) -> dict[str, Any]:
                     raise ValueError(f"{where} is {value!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{file}: this is not a file of golden numbers ({error!r}); remove it, and --update writes a new one"
+            f"{file}: this is not a file of golden numbers ({error!r}); remove it, and write a new one with --update"
         ) from None
     return content
 

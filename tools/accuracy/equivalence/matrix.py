@@ -120,7 +120,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
             if name.startswith("draw_"):
                 raise RecipeError(
                     f"--only {name}: this strategy is known only with the --draws, --seed and --most with which it "
-                    "was drawn; give these, too"
+                    f"was drawn; give these options, too"
                 )
             raise RecipeError(f"--only {name}: there is no such strategy{did_you_mean(name, words)}; --list shows all")
     usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
@@ -306,7 +306,7 @@ def as_html(matrix: Matrix, golden: list[str]) -> str:
 
 
 def _page_rows(row: Row) -> list[list[str | Cell]]:
-    """Return a strategy's own row, and below it what is to be said of it."""
+    """Return the table row of a strategy, and below it rows with remarks about the strategy."""
     compared, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
     result = Cell(row.status, CLASSES[row.status])
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []

@@ -155,13 +155,15 @@ def _directions(loads: np.ndarray) -> np.ndarray:
 
 
 def _at_share(loads: np.ndarray) -> np.ndarray:
-    """Return where rounding decides the direction."""
+    """Return for each expert whether its load is so close to the mean that rounding decides the direction of
+    its bias.
+    """
     share = loads.mean(-1, keepdims=True)
     return np.abs(loads - share) <= AT_SHARE * share
 
 
 def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str) -> Finding:
-    """Return what would be a finding of an array [steps, experts] of what is right."""
+    """Return a comparison of a router, which is a finding if an entry of `right` [steps, experts] is False."""
     steps, experts = np.nonzero(~right)
     first = int(steps[0]) + 1 if len(steps) else len(right)
     detail = f"experts {sorted(set(experts[steps == first - 1].tolist()))}: {what}" if len(steps) else ""

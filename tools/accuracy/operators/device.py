@@ -79,7 +79,7 @@ class MindSporeDevice:
         return outputs
 
     def _settle(self) -> None:
-        """Wait until MindSpore has complained about a failed operator for the last time.
+        """Wait until MindSpore has reported all errors of a failed operator.
 
         Its worker thread may keep a complaint for whatever comes next. Operators pass that thread in order: when the
         value of a later one could be read, the failed one is over; when another ran after that, nothing was kept.
@@ -96,7 +96,9 @@ class MindSporeDevice:
                 return
 
     def _allow_hf32(self) -> None:
-        """Let matmul round float32 factors; it cannot be taken back, so hf32 is tested in a process of its own."""
+        """Let matmul round float32 factors to hf32; a process cannot undo this setting, so hf32 is tested in a separate
+        process.
+        """
         target = self._ms.get_context("device_target")
         if target != "Ascend":
             raise NotRunnableError(f"hf32 exists only on Ascend's matrix unit, but the device is {target}")

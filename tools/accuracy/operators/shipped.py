@@ -83,7 +83,12 @@ def _differences(name: str, got: list[float], want: list[float] | None) -> Itera
 
 
 @click.command()
-@click.option("--update", is_flag=True, required=True, help="Compute the golden results again and overwrite the file.")
+@click.option(
+    "--update",
+    is_flag=True,
+    required=True,
+    help="Compute the golden results again and overwrite shipped.json with them.",
+)
 def main(update: bool) -> None:
     """Compute the golden results of all operators, and write them with today's date."""
     from tools.accuracy.operators.report import SPECS

@@ -121,7 +121,7 @@ class Reference:
             gate.e_score_correction_bias += self.sizes.bias_rate * short.float()
 
     def _attention_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """Return what a decoder layer wants besides its input: positions, and a causal mask."""
+        """Return the arguments of a decoder layer besides its input: positions, and a causal mask."""
         positions = torch.arange(hidden.shape[1])[None]
         return {
             "attention_mask": causal_mask(hidden.shape[1]),

@@ -318,7 +318,7 @@ def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.
 
 
 def _starts(setting: Setting, samples: Distribution, steps: int | None) -> np.ndarray:
-    """Return first steps of the windows to look at, int64 [n], rising, spread evenly over the run."""
+    """Return the first steps of the windows that are examined, int64 [n], rising and evenly spread over the run."""
     layout = setting.layout
     if steps is None:
         of_a_step = layout.batch * samples.total / samples.count

@@ -157,7 +157,7 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
 
 
 def _shares(blend: Blend) -> str:
-    """Return the samples that each corpus gives, where weights say it."""
+    """Return in words which share of the samples comes from each corpus; "" if the recipe gives no weights."""
     if not blend.weights:
         return ""
     whole = sum(blend.weights)
@@ -169,7 +169,7 @@ def _shares(blend: Blend) -> str:
 
 
 def _end_of_document(prefix: str | Path) -> int | None:
-    """Return what `tc3 data prepare` noted; None for corpora of others."""
+    """Return the end-of-document id that `tc3 data prepare` recorded; None for a corpus that another program made."""
     try:
         return read_sidecar(prefix).get("eod_id")
     except DataError:
@@ -187,7 +187,7 @@ def _samples(view: View, layout: Layout) -> int:
 
 
 def _blend(view: View) -> Blend | None:
-    """Return the recipe's own corpora, for PREFIX takes their place; None where it names none.
+    """Return the recipe's own corpora, in whose place PREFIX is measured; None if the recipe names none.
 
     Raises:
         RecipeError: MindFormers could not read its `data_path`.
@@ -300,8 +300,8 @@ def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporte
 
 
 def _window(index: GPTIndex, setting: Setting, first: int) -> tuple[_Window, tuple[np.ndarray, np.ndarray]]:
-    """Return the window that begins at step `first`, and attention [steps, ranks, micro-batches] over each step's
-    mean.
+    """Return the window that begins at step `first`, and the attention work [steps, ranks, micro-batches] without and
+    with the plan, divided by the mean of each step.
     """
     layout = setting.layout
     pairs = np.concatenate([
@@ -331,7 +331,9 @@ def _joined(parts: list[Balance]) -> Balance:
 
 
 def _context(index: GPTIndex, setting: Setting, first: int) -> tuple[float, float]:
-    """Return mean over some samples from item `first` on."""
+    """Return the mean imbalance of the context-parallel ranks with contiguous and with balanced parts, over some
+    samples from item `first` on.
+    """
     segments = segments_of(index, first, first + min(_CONTEXT_SAMPLES, setting.layout.batch))
     ranks = setting.context_parallel
     plans = [

@@ -39,7 +39,9 @@ def as_json(found: Imbalance) -> dict[str, Any]:
 
 
 def _seconds(found: Imbalance) -> dict[str, Any]:
-    """Return the estimator's step, and what uneven samples make of it."""
+    """Return the predicted seconds of a step: of the recipe's step, with samples of equal cost, and with the corpus's
+    uneven samples.
+    """
     seconds = found.seconds
     if isinstance(seconds, str):
         return {"step": None, "why": seconds}
@@ -95,7 +97,9 @@ def _distribution(found: Distribution) -> dict[str, Any]:
 
 
 def _balance(found: Balance, setting: Setting) -> dict[str, Any]:
-    """Return means over steps, and the worst step. A window's samples change steps, so there is no bound for a step."""
+    """Return the means over the steps, and the worst step. If a window moves samples between steps, no lower bound for
+    a step exists.
+    """
     bound = float(found.bound.mean()) if setting.layout.window == 1 else None
     return {
         "mean": [float(found.before.mean()), float(found.after.mean())],
@@ -175,7 +179,9 @@ def _print_result(found: Imbalance, result: Result, console: Console) -> None:
 
 
 def _gain(found: Imbalance) -> str:
-    """Return what the plugin makes of a step, by the same seconds that are printed below it."""
+    """Return a sentence with the predicted gain by the plugin, computed from the seconds that are printed below the
+    sentence.
+    """
     what = "step time" if found.uneven else "computation of a step, without communication,"
     speed_up = found.speed_up or 1.0
     return f"predicted {what} with plugins.attention_balance: {1 / speed_up - 1:+.1%} ({speed_up:.3f} x as fast)"

@@ -214,7 +214,7 @@ class Judged:
         return found if self.loads is None else [*found, self._of_loads(self.loads)]
 
     def _of_loads(self, loads: Loads) -> str:
-        """Return how many steps need more, and on which stage."""
+        """Return in how many steps the loads need more memory than the limit, and on which stage."""
         every = self.total
         step, place = np.unravel_index(int(every.argmax()), every.shape)
         steps, over, between = len(every), int(self.over.sum()), int(self.open.sum())

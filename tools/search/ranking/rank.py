@@ -221,7 +221,8 @@ class Chances:
     @property
     def left(self) -> list[Ranked]:
         """Return the candidates that could still be faster than the best layout according to their lower bounds, the
-        smallest bound first. A candidate that was already placed could be faster in another placement.
+        smallest bound first. The list also holds candidates whose layers were already placed, because another placement
+        could be faster.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))

@@ -125,7 +125,7 @@ def test_a_broken_golden_file_is_refused(tmp_path, text):
     file.write_text(text_of(lambda run, step: None))
     assert golden_gate.read_golden(file)
     file.write_text(text)
-    with pytest.raises(DataError, match=r"not a file of golden numbers .*; remove it, and --update writes a new one"):
+    with pytest.raises(DataError, match=r"not a file of golden numbers .*; remove it, and write a new one with"):
         golden_gate.read_golden(file)
 
 

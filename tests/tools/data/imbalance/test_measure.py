@@ -226,8 +226,8 @@ def test_another_end_of_document_id_is_noted(tmp_path: Path) -> None:
         (["train_dataset.data_loader.sizes=[7, 0, 0]"], r"sizes: 7 samples fill no step of 8"),
         (["train_dataset.data_loader.sizes=[]"], r"sizes: \[\] gives no number of samples; write"),
         ([f"{CONFIG}.seq_length=0"], r"seq_length: 0 is out of range"),
-        ([f'{CONFIG}.split="0, 1"'], r"split: this trains on no document"),
-        ([f'{CONFIG}.split="1.2.3"'], r"split: this trains on no document"),
+        ([f'{CONFIG}.split="0, 1"'], r"split: this value leaves no document for training"),
+        ([f'{CONFIG}.split="1.2.3"'], r"split: this value leaves no document for training"),
         (["train_dataset.data_loader.type=HFDataLoader"], r"type: 'HFDataLoader' reads no Megatron corpus"),
     ],
 )
