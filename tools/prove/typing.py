@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.dryrun.collectives import attributes_of, generated_groups
@@ -31,6 +31,7 @@ _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
+_BY_ELEMENT = frozenset(("Cast", "Neg", "Square", "Sqrt", "Rsqrt", "Exp", "Sigmoid", "SiLU", "Muls", "Divs", "Load"))
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
@@ -187,6 +188,7 @@ class Typing:
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
             found = apply(call) if self.mesh.sizes else self._undivided(call)
+            self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
@@ -209,6 +211,25 @@ class Typing:
         every = frozenset(self.mesh.sizes)
         likely = (over, every - taken, every)
         return next((axes for axes in likely if self.mesh.refined(axes) != self.mesh), frozenset())
+
+    def _keep_places(self, frame: Frame, call: Call, arguments: Sequence[str]) -> None:
+        """Give the arguments of an operator whose layout MindSpore states the places of their loose pieces in this
+        layout, and give these places to the values from which the arguments were computed element by element, so that
+        the backward pass uses them, too.
+        """
+        for place, text in enumerate(arguments):
+            x = call.values[place]
+            if not isinstance(x, Spread) or not x.loose or not re.fullmatch(r"%\d+", text):
+                continue
+            settled = call.in_its_layout(place)
+            if settled.loose:
+                continue
+            number, nodes = int(text[1:]), self.graph.graphs[frame.name]
+            while isinstance(own := frame.values.get(number), Spread) and (own.dims, own.loose) == (x.dims, x.loose):
+                frame.values[number] = replace(own, dims=settled.dims, loose=frozenset())
+                if nodes[number].op not in _BY_ELEMENT or len(nodes[number].operands) != 1:
+                    break
+                number = nodes[number].operands[0]
 
     def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
         """Return the spread of a Reshape's result.
