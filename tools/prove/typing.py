@@ -131,6 +131,7 @@ class Typing:
         self.added: dict[str, list[Value]] = {}
         self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
+        self.placed: dict[int, Spread] = {}  # by the identifier of a value, see `_keep_places`
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
     def of(self, number: int) -> Value:
@@ -191,6 +192,10 @@ class Typing:
             self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
+            if (
+                isinstance(found, Spread) and found.loose and name in self.placed
+            ):  # computed again for the backward pass
+                return self.placed[name]
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -226,7 +231,8 @@ class Typing:
                 continue
             number, nodes = int(text[1:]), self.graph.graphs[frame.name]
             while isinstance(own := frame.values.get(number), Spread) and (own.dims, own.loose) == (x.dims, x.loose):
-                frame.values[number] = replace(own, dims=settled.dims, loose=frozenset())
+                own = replace(own, dims=settled.dims, loose=frozenset())
+                frame.values[number] = self.placed[frame.names[number]] = own
                 if nodes[number].op not in _BY_ELEMENT or len(nodes[number].operands) != 1:
                     break
                 number = nodes[number].operands[0]
