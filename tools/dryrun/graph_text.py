@@ -136,14 +136,17 @@ def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
     return [part.strip() for part in found]
 
 
+_UNFINISHED = re.compile(r"value=[^)]*$")  # a constant that ends on a later line
+
+
 def whole_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Yield the lines of a graph's text with their numbers; the lines of one long constant are joined."""
     begun: list[str] = []
     for number, line in enumerate(lines, 1):
-        if begun and line.startswith("      "):
+        if begun and line.startswith(("      :", "      #")):
             yield number - len(begun), " ".join(part.strip("\n") for part in begun)
             begun = []
-        if begun or (line.startswith("  %") and line.endswith("value=\n")):
+        if begun or (line.startswith("  %") and _UNFINISHED.search(line)):
             begun.append(line)
         else:
             yield number, line

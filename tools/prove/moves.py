@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from tools.prove.places import outside, wherever_all
 from tools.prove.spread import (
@@ -126,16 +127,16 @@ def _with_pieces(
     """
     found: list[list[Atom]] = [[] for _ in shape]
     loose, dropped = set(x.loose), set(x.dropped)
-    last = 0
+    last = firmly = 0  # the dimension of the last part, and of the last one whose place is no guess
     for place, (number, atom) in enumerate(placed):
         if isinstance(atom, str):
             behind = next((at for at, each in placed[place:] if not isinstance(each, str)), len(shape) - 1)
             between = [n for n in range(last, behind + 1) if shape[n] == 1]
             before, after, which, units, own = shared[place]
             number = behind if after else between[max(0, min(which, len(between) - 1))] if between else behind
-            if not after and not between and behind == len(shape) - 1:
-                number = last  # tokens become one dimension, and their width stays
             of_samples, of_tokens = atom.startswith(_OF_SAMPLES), atom.startswith(_OF_TOKENS)
+            if of_tokens and not after and not between and behind == len(shape) - 1:
+                number = last  # tokens become one dimension, and their width stays; one head's width has its piece
             if after and between and between[0] == 0 and of_samples:
                 number = 0
             inner = placed[place - 1][1] if place else 1
@@ -153,12 +154,14 @@ def _with_pieces(
             guessed = place > 0 and placed[place - 1][1] in loose  # `last` is then a guess, too
             if (last == behind and not guessed) or isinstance(follows, Rows):
                 loose.discard(atom)
-            elif not firm and (bool(between) if before or after else len(between) != units or not between):
+            elif not firm and (
+                1 in shape[firmly : behind + 1] if before or after else len(between) != units or not between
+            ):
                 loose.add(atom)
         if number < 0 or number >= len(shape):
             raise NotKnown(f"{x}: reshape to {tuple(shape)} leaves no dimension for the pieces over {atom}")
         found[number].append(atom)
-        last = number
+        last, firmly = number, firmly if atom in loose else number
     return replace(x, dims=tuple(map(tidy, found)), loose=frozenset(loose), dropped=frozenset(dropped))
 
 
@@ -182,9 +185,8 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
     def reduced(given: Spread) -> Spread:
         cuts = frozenset(atom for number in gone for atom in given.dims[number] if isinstance(atom, str))
-        dims = tuple(
-            () if number in gone else dim for number, dim in enumerate(given.dims) if keep or number not in gone
-        )
+        left = ((number, dim) for number, dim in enumerate(given.dims) if keep or number not in gone)
+        dims = tuple(() if number in gone else dim for number, dim in left)
         return Spread(dims, x.partial | cuts, x.powers, x.shifted, x.loose - cuts)
 
     found = {reduced(given).partial for given in placements(x)}
@@ -434,8 +436,19 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
     """
     x = all_reduce(x, axes)
     for axis in axes:
+        inner = isinstance(x.dims[0][0], Block) if x.dims[0] else False
         x = replace(x, dims=cut(x, 0, axis, sizes[axis]))
+        if inner:  # such a redistribution may end with a Reshape that MindSpore leaves out
+            x = replace(x, loose=x.loose | _next_to_units(x))
     return x
+
+
+def _next_to_units(x: Spread) -> frozenset[str]:
+    """Return the axes that cut dimensions of one element on a rank which lie next to another such dimension: a Reshape
+    that does not change the shape on a rank may move their pieces from one of these dimensions to the other.
+    """
+    pairs = [pair for pair in pairwise(x.dims) if extent(pair[0]) == extent(pair[1]) == 1]
+    return frozenset(atom for pair in pairs for dim in pair for atom in dim if isinstance(atom, str))
 
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
@@ -443,8 +456,7 @@ def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
     If pieces of another dimension, which a gather put in front of this one, are scattered, the other dimension is cut.
     """
     dims = list(x.dims)
-    lead = dims[number][0] if dims[number] else None
-    if not isinstance(lead, Block):
+    if not dims[number] or not isinstance(lead := dims[number][0], Block):
         dims[number] = _cut(x, dims[number], axis, count)
         return tuple(dims)
     if lead.count % count:

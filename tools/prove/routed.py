@@ -288,7 +288,8 @@ def rule_of(call: Call) -> Callable[[Call], Value] | None:
         found = [grouped_rows(value) if isinstance(value, Spread) else None for value in call.values]
         if any(found):
             call = replace(call, values=[rows or value for rows, value in zip(found, call.values, strict=True)])
-            entering = _entering(call, list(_flat(call.values)))
+            flat = list(_flat(call.values))
+            entering = _on_choices if any(map(_chosen, flat)) else _entering(call, flat)
             return entering and (lambda _: entering(call))
     if "ShapeCalc_g_concat" in call.node.text:
         return _places
@@ -320,6 +321,8 @@ def _entering(call: Call, values: Sequence[Value]) -> Callable[[Call], Value] | 
         return lambda call: list(call.values)
     if op == "Concat" and one:
         return (lambda call: _choice(_entered(rows[0]))) if integers else _joined
+    if op == "Cast" and integers and _LAYER in call.node.scope:  # the experts of whole tokens, for the first step
+        return lambda call: _to_integers(replace(call, values=[held(rows[0], rows[0].shape), *call.values[1:]]))
     return None
 
 

@@ -196,6 +196,15 @@ def _choice(call: Call) -> Value:
     return add(first, second)
 
 
+@rule("MaskedFill", says="It replaces the elements at which a condition is true by one number: all arguments must be "
+      "plain. Zeros whose elements are replaced by zero stay zeros.")  # fmt: skip
+def _filled(call: Call) -> Value:
+    x, condition, number = map(call.spread, range(3))
+    if isinstance(x, Zeros) and isinstance(number, Zeros):
+        return multiply(x, by_element(condition))
+    return by_element(x, condition, number)
+
+
 @rule("SumExt", "ReduceSum", says="It is a sum over dimensions: if one of them is cut, the result is partial.")
 def _sum_over(call: Call) -> Value:
     return reduce_sum(call.in_its_layout(0), _axes(call), _keeps(call))

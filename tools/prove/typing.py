@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.dryrun.collectives import attributes_of, generated_groups
@@ -31,6 +31,7 @@ _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
+_BY_ELEMENT = frozenset(("Cast", "Neg", "Square", "Sqrt", "Rsqrt", "Exp", "Sigmoid", "SiLU", "Muls", "Divs", "Load"))
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
 
@@ -130,6 +131,7 @@ class Typing:
         self.added: dict[str, list[Value]] = {}
         self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
+        self.placed: dict[int, Spread] = {}  # by the identifier of a value, see `_keep_places`
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
     def of(self, number: int) -> Value:
@@ -187,8 +189,13 @@ class Typing:
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
             found = apply(call) if self.mesh.sizes else self._undivided(call)
+            self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
+            if (
+                isinstance(found, Spread) and found.loose and name in self.placed
+            ):  # computed again for the backward pass
+                return self.placed[name]
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -209,6 +216,26 @@ class Typing:
         every = frozenset(self.mesh.sizes)
         likely = (over, every - taken, every)
         return next((axes for axes in likely if self.mesh.refined(axes) != self.mesh), frozenset())
+
+    def _keep_places(self, frame: Frame, call: Call, arguments: Sequence[str]) -> None:
+        """Give the arguments of an operator whose layout MindSpore states the places of their loose pieces in this
+        layout, and give these places to the values from which the arguments were computed element by element, so that
+        the backward pass uses them, too.
+        """
+        for place, text in enumerate(arguments):
+            x = call.values[place]
+            if not isinstance(x, Spread) or not x.loose or not re.fullmatch(r"%\d+", text):
+                continue
+            settled = call.in_its_layout(place)
+            if settled.loose:
+                continue
+            number, nodes = int(text[1:]), self.graph.graphs[frame.name]
+            while isinstance(own := frame.values.get(number), Spread) and (own.dims, own.loose) == (x.dims, x.loose):
+                own = replace(own, dims=settled.dims, loose=frozenset())
+                frame.values[number] = self.placed[frame.names[number]] = own
+                if nodes[number].op not in _BY_ELEMENT or len(nodes[number].operands) != 1:
+                    break
+                number = nodes[number].operands[0]
 
     def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
         """Return the spread of a Reshape's result.

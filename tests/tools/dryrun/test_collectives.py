@@ -142,6 +142,22 @@ def test_a_constant_over_several_lines_is_one_argument(tmp_path):
     assert second.operands == [0]
 
 
+@pytest.mark.parametrize("written", ["[ 0 1\n ]", "[ 0\n          1]", "\n[ 0\n 1]"])
+def test_a_constant_may_end_anywhere_on_a_later_line(written, tmp_path):
+    own = (
+        f"  %0(a) = PrimFunc_Add(%para1_x, Tensor(shape=[2], dtype=Int32, value={written}), I64(1)) cnode_attrs: {{}}\n"
+    )
+    text = f"# IR entry: @0_Step\nsubgraph @0_Step(%para1_x) {{\n{own}      : (<null>) -> (<Tensor[Int32], (2)>)\n}}\n"
+    file = tmp_path / "graph.ir"
+    file.write_text(text, encoding="utf-8")
+    (node,) = read_graph(file).graphs["0_Step"]
+    first, constant, last = arguments_of(node.head)
+    assert (first, last) == (
+        "%para1_x",
+        "I64(1)",
+    ) and constant.split() == f"Tensor(shape=[2], dtype=Int32, value={written})".split()
+
+
 def test_each_line_keeps_its_number():
     lines = TEXT.splitlines(keepends=True)
     assert [number for number, _ in whole_lines(lines)] == [1, 2, 3, 6, 7, 8, 9]

@@ -1,5 +1,6 @@
 """The rules of attention against NumPy on simulated ranks: every layout, and queries whose sequence is cut."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -203,8 +204,8 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
     case = Case(BNSD, {"a": "batch", "b": "rows"})
     small = (2, HEADS, ROWS, 8)
 
-    def with_mask(mask):
-        values = (case.query, case.key, case.value, None, None, None, mask, None, None, None)
+    def with_mask(mask, given=(case.query, case.key, case.value)):
+        values = (*given, None, None, None, mask, None, None, None)
         return call("FlashAttentionScore", BNSD, values, case.differs("FlashAttentionScore"),
                     [small, small, (1,), case.out.shape])[3]  # fmt: skip
 
@@ -213,6 +214,10 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
     for mask in (Spread((("a", 2), (), (ROWS,), (6,))), Spread((("b", 2), (), ("a", ROWS), (6,)))):
         with pytest.raises(Contradiction, match="the batch or the rows of the mask"):
             with_mask(mask)
+    one_sample = [replace(x, dims=(("a",), *x.dims[1:])) for x in (case.query, case.key, case.value)]
+    with_mask(Spread((("a", "b"), (), (ROWS,), (6,))), one_sample)  # rows that a Reshape had moved to the samples
+    with pytest.raises(Contradiction, match="the batch or the rows of the mask"):
+        with_mask(Spread((("b", "a"), (), (ROWS,), (6,))), one_sample)
     with pytest.raises(Contradiction, match="the mask, which must be the same on all ranks, is cut"):
         with_mask(Spread((("a", 2048), (2048,))))
     tokens = Case(TND, {"a": "batch", "b": "heads"})

@@ -81,6 +81,22 @@ def test_two_chunks_go_to_their_experts_and_come_back_as_the_tokens_that_they_we
     assert gradient == EXPERTS  # the ranks that share tokens are exactly those over which the experts are cut
 
 
+def test_whole_tokens_go_to_the_nodes_that_need_them_without_chunks():
+    """Mode `deduplicated`: tokens of several samples, whose grouping the graph does not show, go to the nodes."""
+    scope = "Default/mlp-MoELayer/experts-RoutedExperts/layer-RoutedLayer/rows-Rows/IndexSelect-op1"
+    tokens = Spread((("a", 2), ("b", TOKENS), (WIDTH,)))
+    grouped = result("Reshape", tokens, (1, -1, WIDTH), of=(1, 2 * TOKENS, WIDTH))
+    rows = result("Reshape", grouped, (-1, WIDTH), of=(2 * TOKENS, WIDTH))
+    matrix = result("Reshape", tokens, (-1, WIDTH), of=(2 * TOKENS, WIDTH))
+    choice = integers("Cast", rows, 34, of=(2 * TOKENS, WIDTH), scope=scope)
+    sent, got = counted(choice, NODES, 1)
+    for x in (rows, matrix):
+        own = result("IndexSelect", x, 0, choice, of=(-1, WIDTH), scope=scope)
+        back = result("AlltoAllV", result("AlltoAllV", own, sent, got, axes=NODES), got, sent, axes=NODES)
+        assert result("IndexAdd", Zeros(()), choice, back, of=(2 * TOKENS, WIDTH)) == rows
+    assert isinstance(integers("Cast", rows, 34, of=(2 * TOKENS, WIDTH), scope="Default/other/Cast"), Spread)
+
+
 def replaced(way):
     """The copies as the first argument of the product for a weight's gradient: turned."""
     return Spread(((WIDTH,), way.copies.dims[0]))

@@ -77,6 +77,22 @@ def test_gradients_of_norms(place: int, random: Random) -> None:
     check(rule, norm_gradient(place), [gradient_like(random, x), x, w], random)
 
 
+@anything
+def test_elements_that_a_number_replaces(random: Random) -> None:
+    sizes = shape(random, 2)
+    given = [some_spread(random, sizes, partial=False, powers=False) for _ in range(2)]
+    check(
+        lambda x, mask: result("MaskedFill", 0, x, mask, plain(())),
+        lambda x, mask: np.where(mask > 1.25, -9.0, x),
+        given,
+        random,
+    )
+    zeros = Zeros(plain(given[1].shape).dims)
+    assert isinstance(result("MaskedFill", 0, zeros, given[1], Zeros(())), Zeros)
+    with pytest.raises(Contradiction, match="not linear"):
+        result("MaskedFill", 0, replace(given[0], partial=frozenset("a")), given[1], plain(()))
+
+
 def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 

@@ -29,7 +29,7 @@ from tools.prove.call import Call
 from tools.prove.experts import exchange_over
 from tools.prove.moves import reduce_sum
 from tools.prove.report import against
-from tools.prove.spread import Alike, Contradiction, NotKnown, Spread, Zeros, multiply, plain
+from tools.prove.spread import Alike, Block, Contradiction, NotKnown, Spread, Zeros, multiply, plain
 
 
 @anything
@@ -254,6 +254,33 @@ def test_pieces_behind_a_piece_whose_place_is_a_guess_are_loose_too() -> None:
         Spread((("dp", "cp.2", "cp.1", 4), (), (6,)), loose=frozenset(("dp", "cp.2", "cp.1"))), (1, 4, 6)
     )
     assert given.dims == (("dp",), ("cp.2", "cp.1", 4), (6,)) and given.loose >= {"cp.2", "cp.1"}
+
+
+def test_all_pieces_in_front_of_a_dimension_of_one_element_are_loose() -> None:
+    """Each rank has one head, and two axes of the mesh cut the heads: both pieces belong to the heads or to none."""
+    found = moves.reshape(Spread(((8,), ("a", "b", 6))), (4, 2, 1, 6))
+    assert found.dims == ((4,), (2,), (), ("a", "b", 6)) and found.loose == {"a", "b"}
+    right = places.wherever(lambda x: moves.split(x, 3, (2, 4))[0], found)
+    assert right.dims == ((4,), (2,), ("a", "b"), (2,))
+
+
+def test_pieces_of_one_head_on_each_rank_become_pieces_of_the_width() -> None:
+    heads, samples = (Spread(((2,), (4,), axes, (6,))) for axes in (("tp.2", "tp.1"), ("dp.2", "dp.1")))
+    found = moves.reshape(heads, (2, 4, 6))
+    assert found.dims == ((2,), (4,), ("tp.2", "tp.1", 6)) and found.loose == {"tp.2", "tp.1"}
+    assert moves.reshape(samples, (2, 4, 6)).dims == ((2,), (4, "dp.2", "dp.1"), (6,))
+
+
+def test_pieces_scattered_to_a_dimension_of_one_element_may_belong_to_the_next_one() -> None:
+    """MindSpore cuts four samples over two axes as two dimensions of two, and leaves out the Reshape after that."""
+    sizes = {"a": 2, "b": 2}
+    gathered = Spread(((Block(home=2, count=2, at=0), 3), ("b",), (), (5,)), frozenset("a"))
+    found = moves.reduce_scatter(gathered, ("a",), sizes)
+    assert found.dims == ((3,), ("b",), ("a",), (5,)) and found.loose == {"a", "b"}
+    repeated = places.wherever(lambda x: moves.tile(x, (1, 1, 4, 1)), found)
+    assert repeated.dims == ((3,), ("b", "a"), (4,), (5,))
+    tokens = moves.reduce_scatter(Spread(((4,), (), (), (5,)), frozenset("a")), ("a",), sizes)
+    assert tokens.dims == (("a", 2), (), (), (5,)) and not tokens.loose, "the sequence has its own place"
 
 
 def test_values_are_joined_where_their_loose_pieces_fit() -> None:

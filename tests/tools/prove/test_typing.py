@@ -121,6 +121,30 @@ def test_the_gradient_of_a_reshape_lies_in_the_dimensions_of_its_argument(tmp_pa
     assert undecided.of(11).dims == moves.reshape(Spread((("dp", 4),)), (1, 4)).dims
 
 
+def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides(tmp_path):
+    """A mean's stated layout says that rows are cut, not the columns over which it goes; the sum of the backward pass
+    over the same columns then is no partial sum.
+    """
+    t3, t2, t1 = (f"<Tensor[Float32], ({sizes})>" for sizes in ("4, 1, 8", "4, 8", "4, 1"))
+    more = f"{t2}, <null>, <null>, <null>"
+    lines = [
+        node(0, "Load(%para1_inputs0, UMonad[U])", t3, t3),
+        node(1, "Reshape(%0, (I64(4), I64(8)))", f"{t3}, <null>", t2),
+        node(2, "PrimFunc_Square(%1)", t2, t2),
+        node(3, "PrimFunc_MeanExt(%2, (I64(-1)), Bool(1), None) primitive_attrs: {in_strategy: ((2, 1))}", more, t1),
+        node(4, "PrimFunc_SumExt(%1, (I64(1)), Bool(1), I64(43))", more, t1, "Gradients/Default"),
+        node(5, "PrimFunc_RsqrtGrad(%3, %4)", f"{t1}, {t1}", t1, "Gradients/Default"),
+    ]
+    given = Spread(((4,), ("dp",), (8,)))
+    for stated in (True, False):
+        text = "".join(lines) if stated else "".join(lines).replace("in_strategy", "other")
+        file = tmp_path / f"{stated}.ir"
+        file.write_text(f"# IR entry: @0_Step\nsubgraph @0_Step(%para1_inputs0) {{\n{text}}}\n", encoding="utf-8")
+        read = read_graph(file)
+        own = Typing(read, mesh_of([("dp", 2)], []), {"inputs0": given}.__getitem__, {}.get, Peers(read, {}))
+        assert (own.of(5) == Spread(((4, "dp"), ()))) == stated
+
+
 def test_sequences_that_become_samples_stay_before_the_vocabulary():
     """Before the loss, data and context parallelism cut the samples; only a rank's heads may join the width behind."""
     logits = Spread((("dp.2", 8), ("dp.1",), ("cp",), ("tp", 16)))
