@@ -117,8 +117,6 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     ramp = View(recipe).ramp
 
     def why(folder: Path, step: int) -> str | None:
-        if not entries:
-            return None
         own, batch = made(folder).get("skipped"), global_batch_of(folder)
         known = last if own is None else normal(own)
         done = ramp.samples_until(step) if ramp.stages or not batch else step * batch
@@ -133,12 +131,11 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
         step = iteration(folder)
-        words = why(folder, step)
 
         def still_guilty(moved: Path, step: int = step) -> bool:
             return why(moved, step) is not None
 
-        if words and (aside := set_aside(folder, still_guilty)):
+        if (words := why(folder, step)) and (aside := set_aside(folder, still_guilty)):
             click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
 
 

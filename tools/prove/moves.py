@@ -179,8 +179,8 @@ def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
     """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
     require_home(x)
-    if x.greatest:
-        raise refusal((x,), f"the maximum of only a rank's own piece over {', '.join(sorted(x.greatest))} is added up")
+    if over := ", ".join(sorted(x.greatest)):
+        raise refusal((x,), f"the maximum of only a rank's own piece over {over} is added up")
     gone = set(range(len(x.dims))) if axes is None else {axis % len(x.dims) for axis in axes}
 
     def reduced(given: Spread) -> Spread:
@@ -237,9 +237,7 @@ def tile(x: Spread, counts: Sequence[int]) -> Spread:
 
 
 def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after each rank has repeated its part until the
-    part has the shape `shape`; a size of -1 keeps a dimension.
-    """
+    """Return a value's spread after each rank has repeated its part to the shape `shape`; a -1 keeps a dimension."""
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     counts = [1 if size in (-1, extent(dim)) else size for dim, size in zip(dims, shape, strict=True)]
     return tile(x, counts)
@@ -436,7 +434,7 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
     """
     x = all_reduce(x, axes)
     for axis in axes:
-        inner = isinstance(x.dims[0][0], Block) if x.dims[0] else False
+        inner = any(isinstance(atom, Block) for atom in x.dims[0][:1])
         x = replace(x, dims=cut(x, 0, axis, sizes[axis]))
         if inner:  # such a redistribution may end with a Reshape that MindSpore leaves out
             x = replace(x, loose=x.loose | _next_to_units(x))
@@ -444,9 +442,7 @@ def reduce_scatter(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> 
 
 
 def _next_to_units(x: Spread) -> frozenset[str]:
-    """Return the axes that cut dimensions of one element on a rank which lie next to another such dimension: a Reshape
-    that does not change the shape on a rank may move their pieces from one of these dimensions to the other.
-    """
+    """Return the axes that cut neighbouring dimensions of one element on a rank: a Reshape may move them."""
     pairs = [pair for pair in pairwise(x.dims) if extent(pair[0]) == extent(pair[1]) == 1]
     return frozenset(atom for pair in pairs for dim in pair for atom in dim if isinstance(atom, str))
 

@@ -198,7 +198,7 @@ def _choice(call: Call) -> Value:
 
 @rule("MaskedFill", says="It replaces the elements at which a condition is true by one number: all arguments must be "
       "plain. Zeros whose elements are replaced by zero stay zeros.")  # fmt: skip
-def _filled(call: Call) -> Value:
+def _masked(call: Call) -> Value:
     x, condition, number = map(call.spread, range(3))
     if isinstance(x, Zeros) and isinstance(number, Zeros):
         return multiply(x, by_element(condition))
