@@ -157,7 +157,7 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def tokenizer_folders(recipe: Recipe) -> list[str]:
-    """Return the folders of the tokenizers that encode the files of HFDataLoader, as its handlers name them."""
+    """Return the tokenizer folders that the handlers of HFDataLoader name; these tokenizers encode its files."""
     view = View(recipe)
     handlers = view.get((*LOADER, "handler"))
     sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []

@@ -43,7 +43,7 @@ def _stages(value: Any) -> Stages:
             raise RecipeError(f"{list(stage)!r} is not a stage: both numbers must be whole and above 0; {_RIGHT}")
     for (end, batch), (later, larger) in pairwise(value):
         if later <= end:
-            wrong = f"the stage until step {later} ends before the stage before it, which lasts until step {end}"
+            wrong = f"a stage that ends at step {later} is listed after a stage that ends at step {end}"
             raise RecipeError(f"{wrong}; sort the stages by their last step")
         if larger <= batch:
             wrong = f"the batch does not grow from {batch} samples until step {end} to {larger} until step {later}"

@@ -1,5 +1,6 @@
-"""This module lays out sorted tokens in blocks, so that the cost of a grouped matmul follows the number of tokens, and
-says in which data type the CPU backend computes, and which attention it has. The module needs only NumPy.
+"""This module lays out tokens, sorted by expert, in blocks, so that the cost of a grouped matmul grows with the number
+of tokens. The module also says which data types the CPU backend refuses, and which data loaders mask documents from
+each other. The module needs only NumPy.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no kernel for a grouped matmul. Two
 forms have static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout that this

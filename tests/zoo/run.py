@@ -124,8 +124,8 @@ or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted in another way after their first run and after the
 rules had been read. The first insertion overwrote the weights when the training began, so the weights existed too
-early, which is not so with the real faults. For these two faults the column "first try" holds the result after the
-second insertion; the stage and the module that the command should name were those of the first. After that the
+early, which is not so with the real faults. For these two faults the column "first try" holds the result of the second
+run; the expected stage and module are those that were written down before the first run. After that the
 rules were changed because of the three faults that were caught but not named: the weights from which a sharded run
 starts are now read after a first step whose learning rate is 0, and norms inside attention now belong to attention.
 """,

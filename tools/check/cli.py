@@ -32,7 +32,7 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.option(
     "--schema",
     is_flag=True,
-    help="Print the JSON Schema with which editors complete and check recipes, and check nothing.",
+    help="Check nothing; print the JSON Schema with which editors complete and check recipes.",
 )
 @overrides_option
 @click.option(

@@ -195,8 +195,8 @@ class Stored:
 
     def others(self, *names: str) -> dict[str, bytes]:
         """Return the contents of the named files in the checkpoint's folder; files that do not exist are left out. A
-        command that writes a checkpoint reads these files before it begins, because a training run may remove the
-        folder in the meantime.
+        command that converts a checkpoint reads the files before it begins, because a training run may remove the
+        checkpoint while the command runs.
 
         Raises:
             CheckpointError: a file, or the whole folder, cannot be read any more.

@@ -49,7 +49,7 @@ INSTRUCTIONS_OUTPUT = (
     "Write PREFIX.jsonl, each line with the keys instruction, input and output, and create its folder if it is missing."
 )
 INSTRUCTIONS_HELD_OUT = (
-    "Leave the functions of this share of the modules out of PREFIX, and write them as PREFIX_heldout.jsonl. For "
+    "Hold out this fraction of the Python modules: write their functions to PREFIX_heldout.jsonl, not to PREFIX. For "
     "stdlib, `tc3 data prepare` with the same share and seed holds out the same modules."
 )
 

@@ -146,8 +146,8 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """A `Link` describes one class of links (inside a node or between nodes) by the data that one device can send over
-    such a link in one direction.
+    """A `Link` describes one class of links (inside a node or between nodes) by its bandwidth: the bytes per
+    second that one device can send over such a link in one direction.
 
     Args:
         bytes_per_s: the nominal bandwidth of one device over these links.

@@ -78,10 +78,10 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Spend at most this much work on each placement of layers. More work never gives a slower layout, and the "
-            "same number gives the same answer on a slow and on a fast machine. A unit of work takes about a second on "
-            f"an idle core; low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
-            f"The default is {default}, or fewer units if --time-limit does not allow so many."
+            "Spend at most N units of work on the search for each placement of layers; a unit takes about a second on an "
+            "idle core. More work never gives a slower layout, and the same N gives the same layout on a slow and on a "
+            f"fast machine. low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+            f"The default is {default}, or less if --time-limit does not allow that much work."
         ),
     )
 
