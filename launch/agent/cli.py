@@ -323,8 +323,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
         more = len(hosts) - count
         hint = f": write --spares {more}" if more > 0 else f": list {count + spares} hosts"
         raise ClusterError(
-            f"{file}: the file lists {len(hosts)} hosts with {slots} workers each, but the recipe needs {count} hosts for "
-            f"its {workers} workers, and --spares is {spares}{hint}"
+            f"{file}: the file lists {len(hosts)} hosts with {slots} workers each, but the recipe needs {count} hosts "
+            f"for its {workers} workers, and --spares is {spares}{hint}"
         )
     return count
 

@@ -307,7 +307,7 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     card = recipe.absolute().parent / CARD
     if not card.is_file():
         raise DataError(
-            f"{card}: the recipe's folder has no card.yaml, which says what was verified; copy card.yaml from a folder of recipes/"
+            f"{card}: the recipe's folder lacks this file, which says what was verified; copy one from recipes/"
         )
     with nullcontext() if dry_run else locked(card.parent):  # two at once: each would write its claim over the other's
         return _write_claim(bundle, recipe, card, dry_run)

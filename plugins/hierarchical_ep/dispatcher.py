@@ -425,8 +425,8 @@ class RoutedLayer(nn.Cell):
         return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
-        """Return for each chunk a tuple of its token rows, their routing metadata, and two empty tuples. Each of the two
-        steps of the dispatch replaces one of the empty tuples by what it needs to send results back.
+        """Return for each chunk a tuple of its token rows, their routing metadata, and two empty tuples. Each of the
+        two steps of the dispatch replaces one of the empty tuples by what it needs to send results back.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)
