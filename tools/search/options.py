@@ -79,8 +79,8 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         metavar="N|low|normal|high",
         help=(
             "Spend at most N units of work on the search for each placement of layers; a unit takes about a second on "
-            "an idle core. More work never gives a slower layout, and the same N gives the same layout on a slow and on "
-            f"a fast machine. low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+            "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and on "
+            f"fast machines. low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
             f"The default is {default}, or less if --time-limit does not allow that much work."
         ),
     )
