@@ -53,6 +53,8 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     deepest = max(degrees.values(), key=lambda found: found.pp)
     batch = max(BATCH, *(found.dp * least_micro_batches(view, found) for found in degrees.values()))
     mini["train_dataset"]["data_loader"]["sizes"] = [steps * batch, 0, 0]
+    if evaluation := (mini.get("plugins") or {}).get("held_out_loss"):
+        evaluation["samples"] = max(batch, evaluation["samples"])  # the plugin refuses fewer than a step has
     small = {count: _of(mini, view, found, batch, deepest) for count, found in degrees.items()}
     return {ON_CPU: _on_cpu(mini, small[1]), **small}
 

@@ -388,7 +388,7 @@ def test_the_clock(tmp_path):
 def test_a_broken_plan_is_named(tmp_path):
     (meeting,) = meetings(tmp_path, "a")
     (folder_of(tmp_path, 0) / "plan.json").write_text("{")
-    with pytest.raises(DataError, match=r"plan\.json is broken"):
+    with pytest.raises(DataError, match=r"plan\.json cannot be read"):
         meeting.plan(0, plan_of_all)
 
 

@@ -128,6 +128,7 @@ def test_a_sharded_optimizer_has_as_many_shards_as_still_divide_the_copies(copie
     micro = f"parallel_config.micro_batch_num={24 // copies * 2}"
     recipe = effective(path, [f"parallel_config.data_parallel={copies}", f"parallel.dataset_strategy={rows}", micro])
     recipe["parallel"]["parallel_optimizer_config"]["optimizer_weight_shard_size"] = 4
+    recipe["plugins"]["held_out_loss"]["samples"] = View(recipe).global_batch
     for callback in recipe["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = 24 // copies * 2

@@ -125,7 +125,7 @@ def test_no_file_and_an_empty_one_are_refused(tmp_path):
     with pytest.raises(DataError, match="record: True writes it"):
         read(tmp_path / "log")
     (tmp_path / "log").write_text("")
-    with pytest.raises(DataError, match="no step"):
+    with pytest.raises(DataError, match="no loads yet"):
         read(tmp_path / "log")
 
 

@@ -144,9 +144,9 @@ def test_documents_of_a_compressed_mask(tmp_path, lengths, room, shared, severit
     ("value", "word"),
     [
         (["1"], "no prefix"),
-        ([], "of weights and paths"),
+        ([], "of a weight and a path"),
         (["1", "a", "b", "c"], "weights to some prefixes only"),
-        ([["a"]], "of weights and paths"),
+        ([["a"]], "of a weight and a path"),
     ],
 )
 def test_blends(value, word):
@@ -163,7 +163,7 @@ def test_shares_of_a_blend_that_are_none(shares, prefix):
 
 def test_a_split_that_leaves_nothing_to_train_on(prefix):
     found = wrong(put(on(prefix), (*LOADER, "config", "split"), "0, 0, 0.0"))
-    assert "this trains on no document" in found["train_dataset.data_loader.config.split"].wrong
+    assert "this value leaves no document for training" in found["train_dataset.data_loader.config.split"].wrong
 
 
 def test_passes_over_a_corpus_count_its_share_of_the_samples(tmp_path):

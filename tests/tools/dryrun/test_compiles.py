@@ -78,7 +78,7 @@ def test_a_group_that_mindspore_does_not_make_leads_to_the_degree_that_makes_it(
 
 
 @pytest.mark.parametrize(
-    ("log", "number", "words"), [(b"", 11, "signal 11\\)$"), (b"", 9, "9, as the kernel .* short")]
+    ("log", "number", "words"), [(b"", 11, "signal 11\\)$"), (b"", 9, "9, which the kernel .* full")]
 )
 def test_only_a_kill_is_called_a_lack_of_memory(tmp_path, monkeypatch, log, number, words):
     run = crashed(tmp_path, monkeypatch, log, number)

@@ -102,7 +102,7 @@ def saved(values):
         (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "must be a number or bool"),
         (lambda folder: write.mark(folder, False), "the dump is not complete"),
         (truncated, "ends too early, so the dump is not complete"),
-        (without_a_file, "No such file or directory.*dump.json names this file"),
+        (without_a_file, "No such file or directory.*dump.json names it"),
         (cut_json, "not msprobe's dump.json"),
     ],
 )
