@@ -170,6 +170,6 @@ def require_known(recipe: Mapping[str, Any]) -> None:
         if excludes(look(recipe, path)):
             words = (
                 "whether a recipe that excludes operators from recomputation fits is unknown, because what these "
-                "operators keep is not modelled; without this key it is (docs/memory.md)"
+                "operators keep is not modelled; leave the key out to get a prediction (docs/memory.md)"
             )
             raise refusal(recipe, path, words)
