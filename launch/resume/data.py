@@ -117,11 +117,11 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     ramp = View(recipe).ramp
 
     def why(folder: Path, step: int) -> str | None:
-        own, batch = made(folder).get("skipped"), global_batch_of(folder)
+        own, batch = made(folder).get("skipped") if entries else None, global_batch_of(folder)
         known = last if own is None else normal(own)
         done = ramp.samples_until(step) if ramp.stages or not batch else step * batch
         late = [entry for entry in entries if not same_until(done, known, normal([*known, *entry.samples]))]
-        return f"holds step {min(entry.first for entry in late)}, which spiked" if late else None
+        return f"holds samples of step {min(entry.first for entry in late)}, which spiked" if late else None
 
     return why
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import psutil
 
-from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
+from launch.run.failure import Failure, ends_in_msrun_log, error_of, how_it_ended, telling_lines, worker_failure
 from launch.workers.lifetime import adopt_orphans, die_with_parent
 from plugins.errors import CLOSED, OUT_OF_REACH
 from tools.files.atomic import last_lines
@@ -287,7 +287,11 @@ class _Watch:
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: (log.stat().st_mtime, log.name))
             code = next(iter(logged.values()))
             told = [worker_failure(log, int(log.stem.split("_")[-1]), code) for log in logs if not _says_done(log)]
-            return max(told, key=_how_telling, default=None)
+            found = max(told, key=_how_telling, default=None)
+            if found and not found.has_traceback and len(told) < len(logs):  # it may be one whose work was done
+                words = f"a worker {how_it_ended(code)}, perhaps while exiting, its work done; msrun ended the others"
+                return replace(found, message=words, rank=None)
+            return found
         failures = []
         for member in ended:
             if member.rank is not None and member.failed:
@@ -299,7 +303,8 @@ class _Watch:
         if failures:
             worst = max(failures, key=lambda pair: (*_how_telling(pair[0]), pair[1]))[0]
             # msrun kills the others for one that has crashed
-            return self.crashed[0] if self.crashed and worst.cause == "signal" else worst
+            killed = all(found.code == -signal.SIGKILL and not found.has_traceback for found, _ in failures)
+            return self.crashed[0] if self.crashed and killed else worst
         if any(member.rank is None and member.failed for member in ended) and self._running():
             return self._from_log("scheduler.log", "msrun's scheduler failed")
         return None

@@ -208,7 +208,7 @@ def _possible(ratio: float, config: Configuration, of_many: bool) -> float:
         (experts / chosen, f"each token goes to {chosen} of {experts} experts"),
         (config.ep, f"{config.ep} device{'s' * (config.ep > 1)} share{'s' * (config.ep == 1)} the experts"),
     ):
-        if ratio > most and of_many and most == config.ep:
+        if ratio > most and of_many and "device" in why:  # the other limit is the same for all EP degrees
             return most
         if ratio > most:
             raise RecipeError(f"--loads {ratio:g}: the largest load over the mean is at most {most:g}, because {why}")

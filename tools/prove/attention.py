@@ -181,10 +181,13 @@ def _check_mask(mask: Spread, query: Spread, at: _Layout, over: frozenset[str]) 
             raise refusal((query, mask), "the mask, which must be the same on all ranks, is cut")
         return
     batch, rows = _cuts(query.dims[at.batch]), tuple(axis for axis in _cuts(query.dims[at.sequence]) if axis in over)
+    if _cuts(mask.dims[3]):
+        raise refusal((query, mask), "the columns of the mask are cut")
     # a rank may slice its rows after a Reshape that moved the pieces of the rows to the dimension of the samples
     for own in placements(replace(mask, loose=mask.holes)):
-        alike = extent(own.dims[0]) == 1 or _cuts(own.dims[0]) == batch
-        if alike and (extent(own.dims[2]) == 1 or _cuts(own.dims[2]) == rows):
+        alike = not own.dims[0] or _cuts(own.dims[0]) == batch
+        whole = not own.dims[2] or (_cuts(own.dims[2]) == rows and isinstance(own.dims[2][0], str) == bool(rows))
+        if alike and whole and not _cuts(own.dims[3]):
             return
     raise refusal((query, mask), "the batch or the rows of the mask are not cut like the queries")
 

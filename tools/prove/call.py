@@ -108,6 +108,12 @@ class Call:
         ]
         return replace(fit[0], loose=frozenset()) if len({each.dims for each in fit}) == 1 else x
 
+    def states_another_cut(self, place: int) -> bool:
+        """Return whether MindSpore's layout of the operator cuts an argument without loose pieces in another way."""
+        dims, text = self.spread(place).dims, _STRATEGY.search(self.node.text)
+        wanted = re.findall(r"\(([\d, ]*)\)", text[1])[place : place + 1] if text else []
+        return any(tuple(map(int, re.findall(r"\d+", each))) != tuple(map(self._ranks, dims)) for each in wanted)
+
     def _ranks(self, dim: Dim) -> int:
         """Return over how many ranks a dimension is cut."""
         return math.prod(self.sizes[atom] for atom in dim if isinstance(atom, str))

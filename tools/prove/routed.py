@@ -40,6 +40,7 @@ from tools.prove.tokens import grouped_rows, rows_in
 
 _GROUPED = (("group",),)
 _LAYER, _TURN = "-RoutedLayer/", "-InTurn/"  # cells of the plugin: MindFormers' dispatchers have other rules
+_BY_CHOICE = ("IndexSelect", "InplaceIndexAddExt", "IndexAdd", "Gather")  # they take or add rows by an index
 _EVERY = ("every row",)  # stands where an exchange has its counts: the ranks hold the rows of all
 
 
@@ -134,8 +135,8 @@ def _added(call: Call) -> Value:
 def _integers(call: Call) -> Value:
     """Return integers of routing for some rows, behind any operator of a rank."""
     orders = [value for value in _flat(call.values) if _chosen(value)]
-    tensors = [value for value in _flat(call.values) if _dispatched(value)]
-    if len({order.key[1] for order in orders}) > 1 or any(x.dims[0] != orders[0].key[1] for x in tensors):
+    tensors = [value for value in _flat(call.values) if _rows_of(value)]
+    if len({order.key[1] for order in orders}) > 1 or any(_entered(x) != orders[0].key[1] for x in tensors):
         raise refusal((), "choices of different rows are combined")
     if tensors and not call.counts:
         return held(tensors[0], call.outputs[0].shape)
@@ -272,7 +273,7 @@ def _on_choices(call: Call) -> Value:
         return [call.values[0], call.values[0]]
     if op in ("ReduceSum", "SumExt"):
         return _counts(call)
-    if op in ("IndexSelect", "InplaceIndexAddExt", "IndexAdd", "Gather"):
+    if op in _BY_CHOICE:
         return ON_ROWS[op](call)
     return _joined(call) if op == "Concat" else _integers(call)
 
@@ -289,7 +290,8 @@ def rule_of(call: Call) -> Callable[[Call], Value] | None:
         if any(found):
             call = replace(call, values=[rows or value for rows, value in zip(found, call.values, strict=True)])
             flat = list(_flat(call.values))
-            entering = _on_choices if any(map(_chosen, flat)) else _entering(call, flat)
+            taken = op in _BY_CHOICE and any(map(_chosen, flat))
+            entering = _on_choices if taken else _entering(call, flat)
             return entering and (lambda _: entering(call))
     if "ShapeCalc_g_concat" in call.node.text:
         return _places

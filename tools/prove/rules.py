@@ -196,11 +196,11 @@ def _choice(call: Call) -> Value:
     return add(first, second)
 
 
-@rule("MaskedFill", says="It replaces the elements at which a condition is true by one number: all arguments must be "
-      "plain. Zeros whose elements are replaced by zero stay zeros.")  # fmt: skip
+@rule("MaskedFill", says="It replaces the elements at which a condition is true by one number. With zero it is linear, "
+      "and only the condition must be plain; with another number all arguments must be plain.")  # fmt: skip
 def _masked(call: Call) -> Value:
     x, condition, number = map(call.spread, range(3))
-    if isinstance(x, Zeros) and isinstance(number, Zeros):
+    if isinstance(number, Zeros) or call.values[2] == 0:  # it is linear
         return multiply(x, by_element(condition))
     return by_element(x, condition, number)
 

@@ -31,6 +31,7 @@ _WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
+_STATED = ("SumExt", "ReduceSum", "MeanExt", "ReduceMean")  # their rules use the layouts that MindSpore states
 _BY_ELEMENT = frozenset(("Cast", "Neg", "Square", "Sqrt", "Rsqrt", "Exp", "Sigmoid", "SiLU", "Muls", "Divs", "Load"))
 _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks of the forward's sum
 
@@ -97,8 +98,9 @@ class Frame:
         elif node.calls or node.op == "Receive":
             self.names[number] = hash((self.name, number, *self.given_names.values()))
         else:
-            group = attributes_of(node.text).get("group", "") if node.op in COLLECTIVES else ""
-            self.names[number] = hash((node.op, str(group), *map(self.named, arguments)))
+            found = attributes_of(node.text) if node.op in COLLECTIVES else {}
+            how = tuple(str(found.get(key, "")) for key in ("group", "op", "split_dim", "concat_dim"))
+            self.names[number] = hash((node.op, how, *map(self.named, arguments)))
         return self.names[number]
 
 
@@ -131,7 +133,7 @@ class Typing:
         self.added: dict[str, list[Value]] = {}
         self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
-        self.placed: dict[int, Spread] = {}  # by the identifier of a value, see `_keep_places`
+        self.placed: dict[int, tuple[Dim, ...]] = {}  # by the identifier of a value, see `_keep_places`
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
     def of(self, number: int) -> Value:
@@ -192,10 +194,9 @@ class Typing:
             self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
-            if (
-                isinstance(found, Spread) and found.loose and name in self.placed
-            ):  # computed again for the backward pass
-                return self.placed[name]
+            if isinstance(found, Spread) and found.loose and name in self.placed:  # it is recomputed
+                here = moves.with_dims(found, self.placed[name])
+                found = replace(here, loose=frozenset()) if here.dims == self.placed[name] else found
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
@@ -222,20 +223,23 @@ class Typing:
         layout, and give these places to the values from which the arguments were computed element by element, so that
         the backward pass uses them, too.
         """
-        for place, text in enumerate(arguments):
-            x = call.values[place]
-            if not isinstance(x, Spread) or not x.loose or not re.fullmatch(r"%\d+", text):
-                continue
-            settled = call.in_its_layout(place)
-            if settled.loose:
-                continue
-            number, nodes = int(text[1:]), self.graph.graphs[frame.name]
-            while isinstance(own := frame.values.get(number), Spread) and (own.dims, own.loose) == (x.dims, x.loose):
-                own = replace(own, dims=settled.dims, loose=frozenset())
-                frame.values[number] = self.placed[frame.names[number]] = own
-                if nodes[number].op not in _BY_ELEMENT or len(nodes[number].operands) != 1:
-                    break
-                number = nodes[number].operands[0]
+        x = call.values[0] if call.node.op in _STATED and call.values else None
+        if not isinstance(x, Spread) or not re.fullmatch(r"%\d+", arguments[0]):
+            return
+        number, nodes = int(arguments[0][1:]), self.graph.graphs[frame.name]
+        if not x.loose:
+            if frame.names.get(number) in self.placed and call.states_another_cut(0):
+                raise NotKnown("two operators state different layouts of one value")
+            return
+        settled = call.in_its_layout(0)
+        if settled.loose:
+            return
+        while isinstance(own := frame.values.get(number), Spread) and (own.dims, own.loose) == (x.dims, x.loose):
+            frame.values[number] = replace(own, dims=settled.dims, loose=frozenset())
+            self.placed[frame.names[number]] = settled.dims
+            if nodes[number].op not in _BY_ELEMENT or len(nodes[number].operands) != 1:
+                break
+            number = nodes[number].operands[0]
 
     def _in_the_forwards_dimensions(self, call: Call, found: Value) -> Value:
         """Return the spread of a Reshape's result.

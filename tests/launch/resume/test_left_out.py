@@ -61,7 +61,7 @@ def test_a_run_goes_back_to_before_the_guilty_step_without_restarts(train, guard
     left = sorted(path.name for path in (guarded.run_dir / "checkpoint").glob("*iteration*"))
     assert left == ["iteration_00000008", "iteration_00000010", *(f"set_aside_iteration_000000{n}" for n in (12, 16))]
     assert stored(guarded.run_dir)["plugins"]["spike_guard"] == {"rollbacks": 2, "skipped": [[88, 96]]}
-    assert "holds step 12, which spiked: renamed set_aside_iteration_00000012" in err
+    assert "holds samples of step 12, which spiked: renamed set_aside_iteration_00000012" in err
     assert "attempt 0 ended: " in out and BACK in out and "The run starts again without the samples of the spike" in out
 
 
@@ -88,7 +88,7 @@ def test_checkpoints_of_another_global_batch_are_judged_by_their_samples(tmp_pat
         folder = tmp_path / f"{batch}_{step}"
         folder.mkdir()
         (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
-        said = None if batch * step <= 96 else "holds step 7, which spiked"
+        said = None if batch * step <= 96 else "holds samples of step 7, which spiked"
         assert why(folder, step) == said, (batch, step)
 
 

@@ -218,6 +218,8 @@ def test_masks_and_lengths_are_of_the_rank_s_own_queries():
     with_mask(Spread((("a", "b"), (), (ROWS,), (6,))), one_sample)  # rows that a Reshape had moved to the samples
     with pytest.raises(Contradiction, match="the batch or the rows of the mask"):
         with_mask(Spread((("b", "a"), (), (ROWS,), (6,))), one_sample)
+    with pytest.raises(Contradiction, match="the columns of the mask are cut"):
+        with_mask(Spread((("a",), (), (ROWS,), ("b", 6))), one_sample)
     with pytest.raises(Contradiction, match="the mask, which must be the same on all ranks, is cut"):
         with_mask(Spread((("a", 2048), (2048,))))
     tokens = Case(TND, {"a": "batch", "b": "heads"})

@@ -95,6 +95,12 @@ def test_whole_tokens_go_to_the_nodes_that_need_them_without_chunks():
         back = result("AlltoAllV", result("AlltoAllV", own, sent, got, axes=NODES), got, sent, axes=NODES)
         assert result("IndexAdd", Zeros(()), choice, back, of=(2 * TOKENS, WIDTH)) == rows
     assert isinstance(integers("Cast", rows, 34, of=(2 * TOKENS, WIDTH), scope="Default/other/Cast"), Spread)
+    for x in (rows, matrix):  # a sum that is still missing is not forgotten
+        unsummed = replace(x, partial=frozenset("c"))
+        with pytest.raises((NotKnown, AssertionError)):
+            found = result("Mul", unsummed, choice, of=(2 * TOKENS, WIDTH), scope=scope)
+            assert isinstance(found, Spread) and found.partial == {"c"}
+            raise NotKnown("it is kept")
 
 
 def replaced(way):

@@ -88,9 +88,13 @@ def test_elements_that_a_number_replaces(random: Random) -> None:
         random,
     )
     zeros = Zeros(plain(given[1].shape).dims)
-    assert isinstance(result("MaskedFill", 0, zeros, given[1], Zeros(())), Zeros)
+    partial = replace(given[0], partial=frozenset(("other",)))
+    for zero in (Zeros(()), 0.0):
+        assert isinstance(result("MaskedFill", 0, zeros, given[1], zero), Zeros)
+    if given[0].dims == given[1].dims:
+        assert result("MaskedFill", 0, partial, given[1], 0.0).partial == {"other"}
     with pytest.raises(Contradiction, match="not linear"):
-        result("MaskedFill", 0, replace(given[0], partial=frozenset("a")), given[1], plain(()))
+        result("MaskedFill", 0, partial, given[1], plain(()))
 
 
 def silu(x: np.ndarray) -> np.ndarray:

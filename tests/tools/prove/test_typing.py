@@ -145,6 +145,30 @@ def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides
         assert (own.of(5) == Spread(((4, "dp"), ()))) == stated
 
 
+def test_two_stated_layouts_of_one_value_must_agree(tmp_path):
+    t3, t2, t1 = (f"<Tensor[Float32], ({sizes})>" for sizes in ("4, 1, 8", "4, 8", "4, 1"))
+    more = f"{t2}, <null>, <null>, <null>"
+    own = None
+    for second in ("2, 1", "1, 2"):
+        means = [f"PrimFunc_MeanExt(%1, (I64(-1)), Bool(1), None) primitive_attrs: {{in_strategy: (({cut}))}}"
+                 for cut in ("2, 1", second)]  # fmt: skip
+        lines = [
+            node(0, "Load(%para1_inputs0, UMonad[U])", t3, t3),
+            node(1, "Reshape(%0, (I64(4), I64(8)))", f"{t3}, <null>", t2),
+            node(2, means[0], more, t1),
+            node(3, means[1], more, t1),
+            node(4, "PrimFunc_Add(%2, %3)", f"{t1}, {t1}", t1),
+        ]
+        file = tmp_path / f"{second[0]}.ir"
+        text = f"# IR entry: @0_Step\nsubgraph @0_Step(%para1_inputs0) {{\n{''.join(lines)}}}\n"
+        file.write_text(text, encoding="utf-8")
+        read, given = read_graph(file), Spread(((4,), ("dp",), (8,)))
+        own = Typing(read, mesh_of([("dp", 2)], []), {"inputs0": given}.__getitem__, {}.get, Peers(read, {})).of(4)
+        if second == "2, 1":
+            assert own == Spread(((4, "dp"), ()))
+    assert isinstance(own, Failure) and "two operators state different layouts" in own.why
+
+
 def test_sequences_that_become_samples_stay_before_the_vocabulary():
     """Before the loss, data and context parallelism cut the samples; only a rank's heads may join the width behind."""
     logits = Spread((("dp.2", 8), ("dp.1",), ("cp",), ("tp", 16)))
