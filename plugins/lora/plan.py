@@ -119,7 +119,7 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | N
     if value_at(recipe, f"{MODEL}.pet_config"):
         wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
         raise RecipeError(wrong, f"{MODEL}.pet_config")
-    if (optimizer := value_at(recipe, "optimizer.type")) != OPTIMIZER:
+    if (optimizer := value_at(recipe, "optimizer.type")) not in (None, OPTIMIZER):  # None: nothing is trained
         raise RecipeError(
             f"{KEY} works only with {OPTIMIZER}, not with {optimizer!r}; write {OPTIMIZER}", "optimizer.type"
         )

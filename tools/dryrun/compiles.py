@@ -331,8 +331,8 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):
         return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
-    if _GROUP.search(said):
-        return f"{_of_group(recipe)}{kind}: {said}"
+    if _GROUP.search(said) and (known := _of_group(recipe)):
+        return f"{known}{kind}: {said}"
     if key := _first(_KEYS, said):
         return f"{key}: {kind}: {said}"
     guess = _first(_GUESSES, said) or source_key(message)
