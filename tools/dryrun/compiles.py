@@ -319,6 +319,8 @@ _NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call
 # what MindSpore says of its own graph, not of a recipe; the Python lines below it are where it was, not the cause
 _INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
 
+_NO_KEY = "no key of the recipe is known for this message"
+
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     """Return one line: the recipe's key that caused the message, if it is known, and the message without the
@@ -331,12 +333,13 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):
         return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
-    if _GROUP.search(said) and (known := _of_group(recipe)):
-        return f"{known}{kind}: {said}"
+    if _GROUP.search(said):
+        known = _of_group(recipe)
+        return f"{known}{kind}: {said}" if known else f"{kind}: {said} ({_NO_KEY})"
     if key := _first(_KEYS, said):
         return f"{key}: {kind}: {said}"
     guess = _first(_GUESSES, said) or source_key(message)
-    known = f"the key is a guess: {guess}" if guess else "no key of the recipe is known for this message"
+    known = f"the key is a guess: {guess}" if guess else _NO_KEY
     return f"{kind}: {said} ({known})"
 
 

@@ -72,9 +72,8 @@ def test_a_group_that_mindspore_does_not_make_leads_to_the_degree_that_makes_it(
     assert line.startswith("parallel_config.data_parallel: without an NPU MindSpore makes no communication group of 3 ")
     assert line.endswith(f"RuntimeError: {GROUP}")
     recipe["parallel_config"]["data_parallel"] = 4
-    assert (
-        diagnose("RuntimeError", GROUP + stack, recipe) == f"RuntimeError: {GROUP}" == diagnose("RuntimeError", GROUP)
-    )
+    unknown = f"RuntimeError: {GROUP} (no key of the recipe is known for this message)"
+    assert diagnose("RuntimeError", GROUP + stack, recipe) == unknown == diagnose("RuntimeError", GROUP)
 
 
 @pytest.mark.parametrize(
