@@ -27,6 +27,7 @@ ACTIONS = {
     "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
     "stopped": f"time.sleep(0.5); os.kill(os.getpid(), signal.SIGSTOP); {SLEEP}",
     "fail_late": "time.sleep(4); raise RuntimeError('an error of its own')",
+    "aborts_late": "time.sleep(4); os.kill(os.getpid(), signal.SIGABRT)",
     "killed_late": "time.sleep(4); os.kill(os.getpid(), signal.SIGKILL)",
     "killed": "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)",
     "crashes_done": "time.sleep(2); print('tc3: all work is done', flush=True); os.kill(os.getpid(), signal.SIGKILL)",

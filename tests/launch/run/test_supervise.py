@@ -102,6 +102,8 @@ def test_others_that_msrun_kills_for_such_a_crash_have_failed_because_of_it(tmp_
     assert outcome.failure.message == "worker 0 was killed (SIGKILL) while exiting, its work done"
     other = run(tmp_path / "b", "crashes_done", "fail_late")
     assert other.failure.message == "worker 1 failed with exit code 1", "it has an error of its own"
+    crash = run(tmp_path / "c", "crashes_done", "aborts_late")
+    assert crash.failure.rank == 1 and "while exiting" not in crash.failure.message, "msrun sends SIGKILL only"
 
 
 def test_a_worker_that_finishes_while_another_hangs_ends_the_run(tmp_path, monkeypatch):
