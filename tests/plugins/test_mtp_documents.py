@@ -168,7 +168,7 @@ def batch(rows):
 
 
 def step_of(gpt):
-    """The function that MindSpore compiles once, at its first batch, for the model as it is now."""
+    """Return the function for the present model; MindSpore compiles the function once, at its first batch."""
     return ms.value_and_grad(Losses(gpt), None, gpt.trainable_params(), has_aux=True)
 
 

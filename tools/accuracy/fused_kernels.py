@@ -80,7 +80,7 @@ class Kernel:
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
     """Return the nodes at `places` as one kernel, of which those at `outputs` are used outside; raise UnreadableError
-    if a constant is not shown, or an input is no tensor.
+    if the graph does not write out a constant, or if an input is not a tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}

@@ -108,7 +108,7 @@ def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
 
 
 def _train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) -> None:
-    """Train the tokenizer in such a way that Ctrl-C is noticed; after Ctrl-C no more of the corpus is read."""
+    """Train the tokenizer, and stop reading the corpus at Ctrl-C."""
     interrupted = threading.Event()
 
     def until_interrupted() -> Iterator[str]:

@@ -216,7 +216,7 @@ def interrupts(patient: Patient) -> Answer:
 
 
 def _limit(patient: Patient, name: str) -> float:
-    """Return a soft limit of this process; infinity if there is no limit."""
+    """Return a soft limit of this process, or infinity if the resource is not limited."""
     row = patient.find(rf"^{name}\s+(\S+)", "/proc/self/limits", "no limits can be read")
     return float("inf") if row[1] == "unlimited" else int(row[1])
 

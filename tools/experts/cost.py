@@ -316,7 +316,7 @@ def ep_report(
 
 
 def _of_degree(recipe: Recipe, degree: int) -> Recipe:
-    """Return the recipe with another EP degree, also if the recipe does not state any."""
+    """Return the recipe with another EP degree; the recipe need not state an EP degree."""
     if View(recipe).has((*PARALLEL, "expert_parallel")):
         return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
     changed = copy.deepcopy(recipe)

@@ -261,7 +261,7 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time of the best plan; infinity if there is no plan yet."""
+        """Return (time - bound) / time of the best plan, or infinity if no plan was found yet."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property

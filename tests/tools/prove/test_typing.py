@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shape, some_spread, whole_of
 from tools.dryrun.gradients import copies_of
-from tools.dryrun.graph_text import read_graph
+from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
 from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
-from tools.prove.typing import Failure, Typing
+from tools.prove.typing import Failure, Frame, Typing
 
 CUT = Spread((("dp", 4), (8,)))
 T48, T88 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (8, 8)>"
@@ -134,6 +134,9 @@ def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides
         node(3, "PrimFunc_MeanExt(%2, (I64(-1)), Bool(1), None) primitive_attrs: {in_strategy: ((2, 1))}", more, t1),
         node(4, "PrimFunc_SumExt(%1, (I64(1)), Bool(1), I64(43))", more, t1, "Gradients/Default"),
         node(5, "PrimFunc_RsqrtGrad(%3, %4)", f"{t1}, {t1}", t1, "Gradients/Default"),
+        node(6, "Reshape(%0, (I64(4), I64(8)))", f"{t3}, <null>", t2, "recompute_Default"),
+        node(7, "PrimFunc_SumExt(%6, (I64(1)), Bool(1), I64(43))", more, t1, "Gradients/recompute_Default"),
+        node(8, "PrimFunc_RsqrtGrad(%3, %7)", f"{t1}, {t1}", t1, "Gradients/recompute_Default"),
     ]
     given = Spread(((4,), ("dp",), (8,)))
     for stated in (True, False):
@@ -142,7 +145,15 @@ def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides
         file.write_text(f"# IR entry: @0_Step\nsubgraph @0_Step(%para1_inputs0) {{\n{text}}}\n", encoding="utf-8")
         read = read_graph(file)
         own = Typing(read, mesh_of([("dp", 2)], []), {"inputs0": given}.__getitem__, {}.get, Peers(read, {}))
-        assert (own.of(5) == Spread(((4, "dp"), ()))) == stated
+        for gradient in (5, 8):  # of the value, and of the value that is computed again
+            assert (own.of(gradient) == Spread(((4, "dp"), ()))) == stated
+
+
+def test_sums_and_maxima_of_a_value_are_two_values():
+    frame, text = Frame("graph", {}), 'AllReduce(%0) primitive_attrs: {{group: "dp", op: "{}"}}'.format
+    names = [frame.name_node(n, Node("AllReduce", "AllReduce(%0)", text(op), [0]), ["%0"])
+             for n, op in enumerate(("sum", "max", "sum"), 1)]  # fmt: skip
+    assert names[0] == names[2] != names[1]
 
 
 def test_two_stated_layouts_of_one_value_must_agree(tmp_path):
