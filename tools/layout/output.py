@@ -32,7 +32,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the best plan with its step time and bounds as JSON; if there is no plan, the key `why` gives the reason."""
+    """Return the best plan with its step time and bounds as JSON; without a plan, its key `why` gives the reason."""
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,

@@ -227,9 +227,7 @@ def _names(entries: list[Any]) -> dict[str, int]:
 
 
 def _kind(value: Any) -> str:
-    """Return how a value is compared; a value that is empty or absent is compared in the way of the other recipe's
-    value.
-    """
+    """Return how a value is compared; an empty or absent value is compared like the value of the other recipe."""
     if isinstance(value, list):
         return "entries" if any(isinstance(item, dict) for item in value) else "list"
     return "mapping" if isinstance(value, dict) else "value"
