@@ -320,9 +320,11 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
 
 
 def copied(graph: GraphText) -> GraphText:
-    """Return a copy of a graph; changes of the operators of its root do not change the original."""
-    nodes = [replace(node, operands=list(node.operands)) for node in root(graph)]
-    return GraphText(graph.root, {**graph.graphs, graph.root: nodes}, graph.parameters)
+    """Return a copy of a graph; changes of its operators do not change the original."""
+    nodes = {
+        name: [replace(node, operands=list(node.operands)) for node in each] for name, each in graph.graphs.items()
+    }
+    return GraphText(graph.root, nodes, graph.parameters)
 
 
 def examine(

@@ -117,7 +117,7 @@ class Proofs:
                 same_everywhere(graphs, place, self._known(result, graph, mesh))
             elif how != "reverse":
                 for each in graphs:
-                    leave_out(each, place)
+                    leave_out(root(each)[place])
         return outcome(result, graphs[0], mesh, dict(zip(peers, graphs[1:], strict=True)), places[0])
 
     def says(self, draw: Draw, executed: list[CallRecord]) -> str:
@@ -133,7 +133,7 @@ class Proofs:
         if draw.op:
             place = place_of(graph, draw, executed, known)
             for each in (faulty, *others):
-                leave_out(each, place)
+                leave_out(root(each)[place])
         elif draw.kind:
             for place in places_of(draw.kind, graph):
                 plant = same_everywhere if draw.kind == POSITIONS else handed_on
@@ -181,9 +181,8 @@ def reverse(result: dict[str, Any], graph: GraphText, place: int, devices: int) 
     node.text = node.text.replace(f'group: "{name}"', f'group: "{name} reversed"')
 
 
-def leave_out(graph: GraphText, place: int) -> None:
+def leave_out(node: Node) -> None:
     """Replace a collective by its own input, cut to the size of the collective's result."""
-    node = root(graph)[place]
     tensor, size = arguments_of(node.head)[0], node.outputs[0].shape
     if size == node.inputs[0].shape:
         node.op, node.head = "TensorMove", f"TensorMove({tensor})"

@@ -64,7 +64,7 @@ def test_a_global_norm_that_is_not_summed_is_said(proofs):
     """No gradient changes by it, only the factor of clipping."""
     place = next(place for place in scoped(GRAPH, "AllReduce", "") if "ClipGradNorm" in root(GRAPH)[place].scope)
     graph = copied(GRAPH)
-    leave_out(graph, place)
+    leave_out(root(graph)[place])
     assert outcome(RESULT, graph, MESH, PEERS, place) == ELSEWHERE
 
 

@@ -5,10 +5,9 @@ right. The exit code of the command is 0 if no gradient is wrong, 1 if a gradien
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,10 @@ from tools.dryrun.graph_text import GraphText, read_graph
 from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.layout.resolve import resolve
+from tools.prove.mesh import Mesh
 from tools.prove.report import (
     PROVEN,
+    Stage,
     mesh_for,
     prove_rank,
     report_of,
@@ -117,16 +118,50 @@ def proof_of(
     Raises:
         RecipeError: the groups of the graphs do not form a mesh.
     """
+    small = View(plan.jobs[0].recipe)
+    micro_batches = plan.micro_batches * small.accumulation
+    read = read_compiled(recipe, plan, results, at_once, use_cache, as_json)
+    return report_of(recipe.source, results, read.stages, read.differ, micro_batches, read.mesh.devices, small.devices)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A `Compiled` holds the graphs of a recipe that are typed, and what is proven about them.
+
+    Args:
+        mesh: the device mesh of a stage, with axes so small that every constant grows evenly along each axis.
+        graphs: the graph of each job of the plan.
+        peers: for each job, the graphs of the ranks in `Mesh.neighbours`.
+        stages: what is proven about the gradients of each job's rank.
+        differ: a sentence for each direction in which stages send values that are distributed differently.
+    """
+
+    mesh: Mesh
+    graphs: list[GraphText]
+    peers: list[dict[str, GraphText]]
+    stages: list[Stage]
+    differ: list[str]
+
+
+def read_compiled(
+    recipe: Recipe,
+    plan: Plan,
+    results: Sequence[dict[str, Any]],
+    at_once: int | None,
+    use_cache: bool = True,
+    as_json: bool = False,
+) -> Compiled:
+    """Compile the neighbours of a plan's ranks, and return all graphs with what is proven about them; the arguments and
+    the error are those of `proof_of`.
+    """
     graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)
     degrees = [("tp", small.tp), ("cp", small.cp), ("dp", small.dp)]
-    per = math.prod(size for _, size in degrees)
     try:
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
-    micro_batches = plan.micro_batches * small.accumulation
-    scales = scale_faults(results, micro_batches, per)
+    scales = scale_faults(results, plan.micro_batches * small.accumulation, mesh.devices)
     read = dict[int, GraphText]()
     while True:
         beside = {rank: job for job in plan.jobs for rank in mesh.neighbours(job.rank).values() if rank not in read}
@@ -141,9 +176,8 @@ def proof_of(
         ]
         finer = mesh.refined(frozenset().union(*(typing.divided for typing in typings)))
         if finer == mesh:
-            break
+            return Compiled(mesh, graphs, peers, stages, differ)
         mesh = finer
-    return report_of(recipe.source, results, stages, differ, micro_batches, per, small.devices)
 
 
 def _compiled(
