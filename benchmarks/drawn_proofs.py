@@ -91,7 +91,7 @@ class Drawn:
         self.norm = self._once(self.results)
 
     def says(self, stage: int = 0, kind: Kind | None = None) -> str:
-        """Return what `tc3 prove` reports of the graphs, without a fault or with one in a stage's collectives of a kind.
+        """Return what `tc3 prove` reports of the graphs, without a fault or with one in the collectives of a kind.
 
         Raises:
             LookupError: the stage has no collective of this kind.
