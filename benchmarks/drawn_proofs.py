@@ -73,20 +73,20 @@ def kind_of(op: str, ranks: Sequence[int], shape: Sequence[int]) -> Kind:
     return Kind(op, tuple(rank - ranks[0] for rank in ranks), tuple(shape))
 
 
+@dataclass
 class Drawn:
-    """A `Drawn` is a layout with its compiled graphs, one for each pipeline stage.
+    """A `Drawn` holds the compiled graphs of a layout, one for each pipeline stage.
 
     Args:
-        recipe: the recipe that is executed, and compiled without its files.
-        sharding: the layout.
+        results: the results of the compiles.
+        read: the graphs and those of the neighbours of the compiled ranks.
     """
 
-    def __init__(self, recipe: Recipe, sharding: Sharding):
-        self.per = sharding.workers // sharding.pp
-        recipe = without_files(recipe)
-        plan = plan_jobs(recipe, tuple(range(0, sharding.workers, self.per)), sharding.micro)
-        self.results = compile_all(plan, 1, True, texts=True)
-        self.read: Compiled = read_compiled(recipe, plan, self.results, 1)
+    results: list[dict[str, Any]]
+    read: Compiled
+
+    def __post_init__(self) -> None:
+        self.per = self.read.mesh.devices
         self.peers = [in_step(graph, own) for graph, own in zip(self.read.graphs, self.read.peers, strict=True)]
         self.norm = self._once(self.results)
 
@@ -118,6 +118,15 @@ class Drawn:
     def _once(self, results: Sequence[Mapping[str, Any]]) -> int:
         """Return for how many weights the global norm counts each element once."""
         return norm_report(results, self.per * len(results))["once"]
+
+
+def compiled(recipe: Recipe, sharding: Sharding) -> Drawn:
+    """Return the compiled graphs of a recipe with this layout."""
+    recipe = without_files(recipe)
+    first = range(0, sharding.workers, sharding.workers // sharding.pp)
+    plan = plan_jobs(recipe, tuple(first), sharding.micro)
+    results = compile_all(plan, 1, True, texts=True)
+    return Drawn(results, read_compiled(recipe, plan, results, 1))
 
 
 def _word(stages: Sequence[Stage], differ: Sequence[str], norm: bool) -> str:
@@ -247,7 +256,7 @@ def main(draws: int, seed: int, most: int, recipe: str, work: Path | None, only:
 
 def lines(bench: Bench, name: str, sharding: Sharding, numbers: Random) -> Iterator[tuple[str, str, str]]:
     """Yield (fault, what the run shows, what the proof reports) of a layout without a fault, and with one."""
-    shown, drawn = bench.compare(name, sharding), Drawn(bench.recipe(sharding), sharding)
+    shown, drawn = bench.compare(name, sharding), compiled(bench.recipe(sharding), sharding)
     yield "no fault", shown, drawn.says()
     if shown != SAME:
         return

@@ -1,5 +1,6 @@
 """Faults of executed runs are planted at the same call of the compiled graph that tests/tools/prove keeps."""
 
+import json
 import math
 from dataclasses import replace
 from random import Random
@@ -7,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.drawn_proofs import DOUBTED, VIOLATION, Drawn, Kind, kind_of, words_of
 from benchmarks.executed_faults import FAULTS, Fault
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, copied, outcome, ranks_at, root, scoped
 from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, leave_out, place_of
 from plugins.semi_auto_cpu.collectives import CallRecord
 from tests.tools.prove.renew import read
 from tools.dryrun.collectives import generated_groups
+from tools.dryrun.executed import calls_file
+from tools.prove.cli import Compiled
 from tools.prove.report import ranks_of
 
 RESULT, GRAPH, MESH, PEERS = STEP = read()
@@ -99,3 +103,37 @@ def test_rotary_positions_of_cut_sequences(monkeypatch):
     assert proofs.says_of_all(FAULTS["rope_offset"]) in (NAMED, ELSEWHERE)
     assert proofs.says(Draw("executed_cp2"), []) == SILENT
     assert any(each.kind == POSITIONS for each in draws(Random(0), 40, proofs, ("executed_cp2",)))
+
+
+@pytest.fixture
+def drawn():
+    return Drawn([RESULT], Compiled(MESH, [GRAPH], [PEERS], [], []))
+
+
+def kinds(op):
+    """The kinds of an operator's collectives over several ranks in the compiled graph."""
+    larger = {"AllGather": "outputs"}.get(op, "inputs")
+    nodes = [root(GRAPH)[place] for place in scoped(GRAPH, op, "")]
+    return {kind_of(op, ranks_at(node, known), getattr(node, larger)[0].shape) for node in nodes}
+
+
+def test_a_drawn_layout_is_judged_without_a_fault_and_with_all_collectives_of_a_kind_changed(drawn):
+    assert drawn.says() == SILENT
+    said = {kind: drawn.says(0, kind) for op in ("AllReduce", "ReduceScatter", "AllGather") for kind in kinds(op)}
+    assert len(said) > 5 and {said[kind] for kind in said if kind.op == "ReduceScatter"} == {VIOLATION}
+    assert set(said.values()) <= {VIOLATION, DOUBTED, SILENT}
+    assert drawn.says() == SILENT, "the graphs themselves were not changed"
+    with pytest.raises(LookupError):
+        drawn.says(0, Kind("AllReduce", (0, 1), (7,)))
+
+
+def test_a_fault_of_a_kind_counts_the_calls_of_each_rank(tmp_path):
+    orders = [[(2, 8), (2, 4), (3,)], [(3,), (2, 4), (2, 8)]]  # a backend may change the order of calls
+    for rank, shapes in enumerate(orders):
+        file = calls_file(tmp_path, rank)
+        file.parent.mkdir(exist_ok=True)
+        calls = [["AllReduce", [rank, rank + 2], 0, shape, "float32"] for shape in shapes]
+        file.write_text(json.dumps({"calls": [["AllGather", [rank, rank + 2], 0, (3,), "float32"], *calls]}))
+    assert words_of(tmp_path, Kind("AllReduce", (0, 2), (3,)), (0, 1)) == "skip:AllReduce:2@0 skip:AllReduce:0@1"
+    assert words_of(tmp_path, Kind("AllGather", (0, 2), (3,)), (1,)) == "reverse:AllGather:0@1"
+    assert not words_of(tmp_path, Kind("AllReduce", (0, 1), (3,)), (0, 1))
