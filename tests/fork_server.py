@@ -74,7 +74,7 @@ def serve(connection, server):
     answers.flush()
     for line in lines:
         keep_parsed(greeting["folder"])
-        answers.write(json.dumps(fork_all(*json.loads(line))) + "\n")
+        answers.write(json.dumps(fork_all(greeting["folder"], *json.loads(line))) + "\n")
         answers.flush()
     os._exit(0)  # there is nothing to tidy up
 
@@ -109,8 +109,11 @@ def keep_parsed(folder):
         gc.freeze()
 
 
-def fork_all(within, port, jobs):
-    """Fork for each job, and wait for all; return (exit code of each, processor's seconds of all)."""
+def fork_all(folder, within, port, jobs):
+    """Fork for each job, and wait for all; return (exit code of each, processor's seconds of all).
+
+    The forks tell what is for this process in files of `folder`: MindFormers sets LOCAL_DEFAULT_PATH anew in each.
+    """
     server, running, codes, seconds = os.getpid(), {}, [0] * len(jobs), 0.0
 
     def kill_all(*_):
@@ -126,13 +129,13 @@ def fork_all(within, port, jobs):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             die_with_parent(parent=server)
-            work(job)
+            work(folder, job)
         running[pid] = number
         if port and not number:
             wait_for_listener(pid, port)
     while running:
         pid, status, used = os.wait4(-1, 0)
-        code = codes[running.pop(pid)] = ended_work(pid, os.waitstatus_to_exitcode(status))
+        code = codes[running.pop(pid)] = ended_work(folder, pid, os.waitstatus_to_exitcode(status))
         seconds += used.ru_utime + used.ru_stime
         if code and running:
             signal.alarm(GRACE)
@@ -145,13 +148,13 @@ def fork_all(within, port, jobs):
     return codes, seconds
 
 
-def ended_work(pid, code):
+def ended_work(folder, pid, code):
     """Return the exit code of a fork's work, which it tells before its exit functions run.
 
     MindSpore's own exit functions crash once in some thousands of workers, when all work is done and has been told; a
     worker that crashes before, or that is killed, keeps the code of its process.
     """
-    told = ended_file(pid)
+    told = ended_file(folder, pid)
     try:
         before = int(told.read_text())
     except FileNotFoundError:
@@ -163,8 +166,8 @@ def ended_work(pid, code):
     return code
 
 
-def ended_file(pid):
-    return Path(os.environ["LOCAL_DEFAULT_PATH"], f"ended.{pid}")
+def ended_file(folder, pid):
+    return Path(folder, f"ended.{pid}")
 
 
 def wait_for_listener(pid, port):
@@ -179,7 +182,7 @@ def wait_for_listener(pid, port):
         time.sleep(0.02)
 
 
-def work(job):
+def work(folder, job):
     """Do what `python` would do with these arguments, then end this process."""
     code = 1
     try:
@@ -204,10 +207,10 @@ def work(job):
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):  # later forks then parse for themselves
-            tell_parsed(os.environ["LOCAL_DEFAULT_PATH"])
+            tell_parsed(folder)
         if job["arguments"][0] not in ("-c", "-m"):
             with contextlib.suppress(OSError):
-                ended_file(os.getpid()).write_text(str(code))
+                ended_file(folder, os.getpid()).write_text(str(code))
             atexit._run_exitfuncs()  # of a worker: it leaves its cluster
         sys.stdout.flush()
         sys.stderr.flush()

@@ -262,11 +262,12 @@ def twice(value):
 
 print(twice(ms.Tensor([1.0])).asnumpy(), len(Parser.ast_cache) > known)
 """
+ELSEWHERE = 'import os\nos.environ["LOCAL_DEFAULT_PATH"] = os.path.dirname(__file__)\n'  # as MindFormers sets it
 
 
 def test_what_one_fork_has_parsed_the_next_need_not(workers, tmp_path):
     file = tmp_path / "parses.py"
-    file.write_text(PARSES)
+    file.write_text(ELSEWHERE + PARSES)
     said = [workers.python(file).stdout.split()[-2:] for _ in range(2)]
     assert said == [["[2.]", "True"], ["[2.]", "False"]]
 
@@ -285,7 +286,7 @@ CRASH = "os.kill(os.getpid(), signal.SIGSEGV)"
 )
 def test_a_fork_that_crashes_when_its_work_is_over_has_the_exit_code_of_its_work(workers, tmp_path, text, code):
     file = tmp_path / "crashes.py"
-    file.write_text(f"import atexit, os, signal, sys\n{text}\n")
+    file.write_text(f"{ELSEWHERE}import atexit, signal, sys\n{text}\n")
     assert workers.python(file).returncode == code
 
 
