@@ -250,8 +250,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         if words:
             rates.append(
                 f"* Of {len(words)} {heading.removeprefix('## ').lower()}, "
-                f"{len(words) - words.count('missed')} were caught by `diagnose`, and {words.count('right')} were named at "
-                "the first try."
+                f"{len(words) - words.count('missed')} were caught by `diagnose`, and {words.count('right')} were "
+                "named at the first try."
             )
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
