@@ -87,30 +87,32 @@ compares the faulty run with a run without the fault; which fault was inserted i
 two processes is compared with one process of the same model, and a resumed run with the run that it continues.
 
 `python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page. If names of faults are
-given, the command repeats only these faults and keeps the recorded results of all other faults.
+given as arguments, it repeats only these faults and keeps the recorded results of all other faults.
 
 A fault counts as caught if `tc3 accuracy diagnose` reports any finding. A fault counts as named if the first printed
-finding has the stage of the comparison and the module that were written down with the fault. The rules that
-this page mentions are those by which `diagnose` finds and names differences.
+finding has the stage of the comparison and the module that were written down with the fault. The rules that this page
+mentions are those by which `diagnose` finds and names differences.
 
 """
 WORKED = """
 ## From a wrong curve to the line
 
 In this example a run was resumed from step 2. At step 4 the loss of the resumed run is 6.2681, and the loss of the
-uninterrupted run is 6.2697. Both runs were trained with `plugins.step_record`. `tc3 accuracy diagnose A B`, with the
-uninterrupted run first, prints
+uninterrupted run is 6.2697. The resumed and the uninterrupted run of the example were trained with
+`plugins.step_record`. `tc3 accuracy diagnose A B`, with the uninterrupted run first, prints this difference:
 
-    -> step 2, resume, global_step, ranks 0: global_step: norm 2 and 0
-       usually: the save left it out, the resume did not load it, or it was loaded into another part
+```text
+-> step 2, resume, global_step, ranks 0: global_step: norm 2 and 0
+   usually: the save left it out, the resume did not load it, or it was loaded into another part
+```
 
 The option `--all` of `diagnose` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the
-update of every weight differ, and from step 4 on the losses differ. So the resume loaded data, weights and moments, but
-not the step counter of the optimizer. This counter is `global_step` of MindSpore's `Optimizer`; the learning-rate
-schedule and AdamW's bias correction read it. The fault must therefore lie in the code that loads a checkpoint into the
-optimizer. In this example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0, as in a reported fault of
-DiM-DiffusionMamba: the model is loaded, but the learning rate starts from the beginning. Comparing two recorded runs
-takes a second of processor time.
+update of every weight differ, and from step 4 on the losses differ. The resume of the example therefore loaded data,
+weights and moments, but not the step counter of the optimizer. The step counter is `global_step` of MindSpore's
+`Optimizer`; the learning-rate schedule and AdamW's bias correction read it. The fault of the example must therefore lie
+in the code that loads a checkpoint into the optimizer. The line of `dim_5` in `tests/zoo/unseen.py` sets the
+optimizer's counter to 0, as in a reported fault of DiM-DiffusionMamba: the model is loaded, but the learning rate
+starts from the beginning. Comparing two recorded runs takes a second of processor time.
 
 """
 HEADING = {
@@ -120,22 +122,23 @@ HEADING = {
 }
 ABOUT = {
     "public": """Somebody who had read this page, but not the rules of `tc3 accuracy diagnose`, wrote the faults of this
-table after public threads, and wrote down for each fault the stage and the module that `diagnose` should name. The
-faults were committed before `diagnose` had been run on any of them. Seven of the 13 faults leave the first step right,
-and five of the 13 are in sharded or data-parallel runs.
+table after public threads, and wrote down for each fault the stage and the module that `diagnose` should name. The 13
+faults were committed to the repository before `diagnose` had been run on any of them. Seven of the 13 faults leave the
+first step right, and five of the 13 are in sharded or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
-and after the rules of `diagnose` had been read. Their first insertion overwrote the weights when the training began,
-that is, earlier than the real faults do. For these two faults the column "first try" holds the result of the second
-run; the expected stage and module are those that were written down before the first run. After the second run the rules
-of `diagnose` were changed because of the three faults that were caught but not named: the weights from which a sharded
-run starts are now read after a first step whose learning rate is 0, and norms inside attention now belong to attention.
+and after the rules of `diagnose` had been read. The first insertion of these two faults overwrote the weights when the
+training began, that is, earlier than the real faults do. For these two faults the column "first try" holds the result
+of the second run; the expected stage and module are those that were written down before the first run. After the second
+run the rules of `diagnose` were changed because of the three faults that were caught but not named: the weights from
+which a sharded run starts are now read after a first step whose learning rate is 0, and norms inside attention now
+belong to attention.
 """,
     "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
-for each fault the stage and the module that `diagnose` should name. The faults were committed before `diagnose` had
-been run on any of them. Afterwards the rules were changed because of these faults, and the stage `configuration` was
-accepted as right for faults in how the model is built. Therefore the last column, which holds the results of today's
-rules, does not show how well `diagnose` finds new faults.
+for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
+before `diagnose` had been run on any of them. Afterwards the rules of `diagnose` were changed because of the 25 faults,
+and the stage `configuration` was accepted as right for faults in how the model is built. Therefore the last column,
+which holds the results of today's rules, does not show how well `diagnose` finds new faults.
 
 The two faults in pipelines (pp2) were run last. At that time a pipeline without a fault also had a finding, an
 auxiliary loss of 0 / 0, which was the first finding of these two faults, too. Then this false alarm of `diagnose` and
