@@ -128,11 +128,11 @@ first step right, and five of the 13 are in sharded or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
 and after the rules of `diagnose` had been read. The first insertion of these two faults overwrote the weights when the
-training began, that is, earlier than the real faults do. For these two faults the column "first try" holds the result
-of the second run; the expected stage and module are those that were written down before the first run. After the second
-run the rules of `diagnose` were changed because of the three faults that were caught but not named: the weights from
-which a sharded run starts are now read after a first step whose learning rate is 0, and norms inside attention now
-belong to attention.
+training began, that is, earlier than the real faults do. For Megatron-Bridge #5840 and Modalities #426 the column
+"first try" holds the result of the second run; the expected stage and module are those that were written down before
+the first run. After the second run the rules of `diagnose` were changed because of the three faults that were caught
+but not named: the weights from which a sharded run starts are now read after a first step whose learning rate is 0, and
+norms inside attention now belong to attention.
 """,
     "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
 for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
@@ -140,9 +140,10 @@ before `diagnose` had been run on any of them. Afterwards the rules of `diagnose
 and the stage `configuration` was accepted as right for faults in how the model is built. Therefore the last column,
 which holds the results of today's rules, does not show how well `diagnose` finds new faults.
 
-The two faults in pipelines (pp2) were run last. At that time a pipeline without a fault also had a finding, an
-auxiliary loss of 0 / 0, which was the first finding of these two faults, too. Then this false alarm of `diagnose` and
-two others (counters of routers that a stage does not use, and loads that were summed over micro-batches) were removed.
+The two faults in pipelines (pp2) were run last. When they were run, a pipeline without a fault also had a finding, an
+auxiliary loss of 0 / 0, which was the first finding of the two faults, too. After these runs, three false alarms of
+`diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, counters of routers that a stage does not use, and
+loads that were summed over micro-batches.
 """,
     "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the command
 because of them. When the first ten of these faults were first run, six were caught, but another stage or module was
