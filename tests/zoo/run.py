@@ -127,12 +127,12 @@ faults were committed to the repository before `diagnose` had been run on any of
 first step right, and five of the 13 are in sharded or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
-and after the rules of `diagnose` had been read. The first insertion of these two faults overwrote the weights when the
-training began, that is, earlier than the real faults do. For Megatron-Bridge #5840 and Modalities #426 the column
-"first try" holds the result of the second run; the expected stage and module are those that were written down before
-the first run. After the second run the rules of `diagnose` were changed because of the three faults that were caught
-but not named: the weights from which a sharded run starts are now read after a first step whose learning rate is 0, and
-norms inside attention now belong to attention.
+and after the rules of `diagnose` had been read. The first insertion of Megatron-Bridge #5840 and Modalities #426
+overwrote the weights when the training began, that is, earlier than the real faults do. For these two, Megatron-Bridge
+#5840 and Modalities #426, the column "first try" holds the result of the second run; the expected stage and module are
+those that were written down before the first run. After the second run the rules of `diagnose` were changed because of
+the three faults that were caught but not named: the weights from which a sharded run starts are now read after a first
+step whose learning rate is 0, and norms inside attention now belong to attention.
 """,
     "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
 for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
