@@ -80,35 +80,39 @@ CLEAN = {
 RESULTS = Path(__file__).with_name("results.json")  # what was said last of each run, and first of a fault
 HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 
-Each fault on this page once made a training wrong without an error: in a public framework, or in this repository, or it
-is a fault of the same kind that was made up for this page. `tests/zoo` inserts each fault into the mini
+Each fault on this page makes a training wrong without an error. The faults occurred in public frameworks or in this
+repository, or were made up for this page after faults of the same kind. `tests/zoo` inserts each fault into the mini
 recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
-compares this run with a run without the fault, and does not know which fault was inserted. A run of two processes is
-compared with one process of the same model, and a resumed run with the run that it continues.
+compares the faulty run with a run without the fault; which fault was inserted is not an input of the command. A run of
+two processes is compared with one process of the same model, and a resumed run with the run that it continues.
 
-`python -m tests.zoo.run` repeats all of these runs and comparisons and writes this page. If names of faults are given,
-the command repeats only these faults and keeps the recorded results of all other faults.
+`python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page. If names of faults are
+given as arguments, it repeats only these faults and keeps the recorded results of all other faults.
 
-A fault counts as caught if the command reports any finding. A fault counts as named if the first printed finding has
-the stage of the comparison and the module that were written down with the fault.
+A fault counts as caught if `tc3 accuracy diagnose` reports any finding. A fault counts as named if the first printed
+finding has the stage of the comparison and the module that were written down with the fault. The rules that this page
+mentions are those by which `diagnose` finds and names differences.
 
 """
 WORKED = """
 ## From a wrong curve to the line
 
-A run was resumed from step 2. At step 4 its loss is 6.2681, and the loss of the uninterrupted run is 6.2697. Both runs
-were trained with `plugins.step_record`. `tc3 accuracy diagnose A B`, with the uninterrupted run first, prints
+In this example a run was resumed from step 2. At step 4 the loss of the resumed run is 6.2681, and the loss of the
+uninterrupted run is 6.2697. The resumed and the uninterrupted run of the example were trained with
+`plugins.step_record`. `tc3 accuracy diagnose A B`, with the uninterrupted run first, prints this difference:
 
-    -> step 2, resume, global_step, ranks 0: global_step: norm 2 and 0
-       usually: the save left it out, the resume did not load it, or it was loaded into another part
+```text
+-> step 2, resume, global_step, ranks 0: global_step: norm 2 and 0
+   usually: the save left it out, the resume did not load it, or it was loaded into another part
+```
 
-The option `--all` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the update of every
-weight differ, and from step 4 on the losses differ. So the resume loaded data, weights and moments, but not the
-optimizer's counter. The counter is `global_step` of MindSpore's `Optimizer`; the learning-rate schedule and
-AdamW's bias correction read it. The fault must therefore lie in the code that loads a checkpoint into the optimizer. In
-this example the line of `dim_5` in `tests/zoo/unseen.py` sets the counter to 0, as in a reported fault of
-DiM-DiffusionMamba: the model is loaded, but the learning rate starts from the beginning. Comparing two recorded runs
-takes a second of processor time.
+The option `--all` of `diagnose` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the
+update of every weight differ, and from step 4 on the losses differ. The resume of the example therefore loaded data,
+weights and moments, but not the step counter of the optimizer. The step counter is `global_step` of MindSpore's
+`Optimizer`; the learning-rate schedule and AdamW's bias correction read it. The fault of the example must therefore lie
+in the code that loads a checkpoint into the optimizer. The line of `dim_5` in `tests/zoo/unseen.py` sets the
+optimizer's counter to 0, as in a reported fault of DiM-DiffusionMamba: the model is loaded, but the learning rate
+starts from the beginning. Comparing two recorded runs takes a second of processor time.
 
 """
 HEADING = {
@@ -117,32 +121,36 @@ HEADING = {
     "known": "## Faults that were used to make the rules",
 }
 ABOUT = {
-    "public": """Somebody who had read this page, but not the rules of the command, wrote these faults from public
-threads, and wrote down for each fault the stage and the module that the command should name. The faults were committed
-before the command had been run on any of them. Seven of the faults leave the first step right, and five are in sharded
-or data-parallel runs.
+    "public": """Somebody who had read this page, but not the rules of `tc3 accuracy diagnose`, wrote the faults of this
+table after public threads, and wrote down for each fault the stage and the module that `diagnose` should name. The 13
+faults were committed to the repository before `diagnose` had been run on any of them. Seven of the 13 faults leave the
+first step right, and five of the 13 are in sharded or data-parallel runs.
 
-Two faults (Megatron-Bridge #5840, Modalities #426) were inserted in another way after their first run and after the
-rules had been read. The first insertion overwrote the weights when the training began, so the weights existed too
-early, which is not so with the real faults. For these two faults the column "first try" holds the result of the second
-run; the expected stage and module are those that were written down before the first run. After that the
-rules were changed because of the three faults that were caught but not named: the weights from which a sharded run
-starts are now read after a first step whose learning rate is 0, and norms inside attention now belong to attention.
+Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
+and after the rules of `diagnose` had been read. The first insertion of Megatron-Bridge #5840 and Modalities #426
+overwrote the weights when the training began, that is, earlier than the real faults do. For these two, Megatron-Bridge
+#5840 and Modalities #426, the column "first try" holds the result of the second run; the expected stage and module are
+those that were written down before the first run. After the second run the rules of `diagnose` were changed because of
+the three faults that were caught but not named: the weights from which a sharded run starts are now read after a first
+step whose learning rate is 0, and norms inside attention now belong to attention.
 """,
-    "unseen": """Somebody who had read the rules of the command wrote these faults, and wrote down for each fault the
-stage and the module that the command should name. The faults were committed before the command had been run on any of
-them. Afterwards the rules were changed because of these faults, and the stage `configuration` was accepted as right for
-faults in how the model is built. Therefore the last column, which holds the results of today's rules, proves nothing.
+    "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
+for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
+before `diagnose` had been run on any of them. Afterwards the rules of `diagnose` were changed because of the 25 faults,
+and the stage `configuration` was accepted as right for faults in how the model is built. Therefore the last column,
+which holds the results of today's rules, does not show how well `diagnose` finds new faults.
 
-The two faults in pp2 were run last. At that time a pipeline without a fault also had a finding, which was the first
-finding of these two faults, too: an auxiliary loss of 0 / 0. This false alarm and two others (counters of routers that
-a stage does not use, and loads that were summed over micro-batches) were removed then.
+The two faults in pipelines (pp2) were run last. When they were run, a pipeline without a fault also had a finding, an
+auxiliary loss of 0 / 0, which was the first finding of the two faults, too. After these runs, three false alarms of
+`diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, counters of routers that a stage does not use, and
+loads that were summed over micro-batches.
 """,
-    "known": """The author of the command also wrote these faults, and corrected the command by them. When the first ten
-of them were first run, six were caught, but another stage or module was named: a difference by rounding that came
-before the fault, routers' biases under the stage `update`, or a router's loss before the decoder's loss. The rules were
-then corrected. One fault (torchtitan #4054) was first inserted into a class that the mini recipe does not use, so it
-changed nothing. Some faults belong to no module; for these faults only the stage was judged.
+    "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the command
+because of them. When the first ten of these faults were first run, six were caught, but another stage or module was
+named: a difference by rounding that came before the fault, routers' biases under the stage `update`, or a router's loss
+before the decoder's loss. The rules of `diagnose` were then corrected. One fault (torchtitan #4054) was first inserted
+into a class that the mini recipe does not use, so it changed nothing. Some faults belong to no module; for these faults
+only the stage was judged.
 """,
 }
 LAYOUTS_TOLD = (
@@ -246,15 +254,15 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         if words:
             rates.append(
                 f"* Of {len(words)} {heading.removeprefix('## ').lower()}, "
-                f"{len(words) - words.count('missed')} were caught, and {words.count('right')} were named at the first "
-                "try."
+                f"{len(words) - words.count('missed')} were caught by `diagnose`, and {words.count('right')} were "
+                "named at the first try."
             )
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
         *rates,
-        f"* Of all {len(now)} faults, with today's rules, {len(now) - now.count('missed')} were caught, "
+        f"* Of all {len(now)} faults, with today's rules of `diagnose`, {len(now) - now.count('missed')} were caught, "
         f"and {now.count('right')} were named.",
-        f"* Of {len(clean)} runs without a fault, {alarms} had a finding.",
+        f"* In {alarms} of {len(clean)} runs without a fault `diagnose` reported a finding.",
         "",
         LAYOUTS_TOLD,
     ]

@@ -193,8 +193,8 @@ _MARKS = {EQUAL: "=", TRAINS: "t", COMPILED: "c", REFUSED: "x", UNSHOWN: "."}
 _INTRO = """# Which plugins go together
 
 This page says for every plugin whether it can be combined with every other plugin, and with every kind of parallelism.
-`python -m tools.accuracy.together` writes this page. A test makes sure that `tc3 check` refuses each refused pair for
-the reason that this page gives, and accepts every other pair.
+`python -m tools.accuracy.together` writes the page `docs/together.md`. A test makes sure that `tc3 check` refuses each
+pair of plugins that this page calls refused, for the reason that this page gives, and accepts every other pair.
 
 | sign | meaning |
 |---|---|
@@ -213,7 +213,7 @@ def page(found: list[Cell]) -> str:
     for title, others in (("Plugins with plugins", list(PLUGINS)), ("Plugins with kinds of parallelism", list(KINDS))):
         numbers = {name: str(number) for number, name in enumerate(others, 1)}
         named = ", ".join(f"{number} {name}" for name, number in numbers.items())
-        parts.append(f"## {title}\n\nThe columns are {named}.\n")
+        parts.append(f"## {title}\n\nThe columns of the next table stand for {named}.\n")
         rows = []
         for name in PLUGINS:
             signs = [_MARKS[known[pair].how] if (pair := frozenset((name, other))) in known else "" for other in others]
