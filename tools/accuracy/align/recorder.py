@@ -21,7 +21,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` loads given weights into the model and records the values that are compared.
+    """An `AlignRecorder` is a callback that loads given weights into the model, and records the batches, module
+    outputs, weights and moments that `tc3 accuracy align` compares.
 
     Args:
         weights: an .npz file of parameters by MindFormers' names, all of which must exist; None: the model keeps its

@@ -1,5 +1,6 @@
-"""This module compares two dumps tensor by tensor by Table 2, in the order of execution, and names the usual cause of
-the earliest difference (report, section 3.2.1), because all later ones may follow from it. Within a step the order is
+"""This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
+TeleChat3-MoE report. It names the usual cause of the earliest difference, because all later differences may follow from
+the earliest one. The tensors of a step are compared in the order of this list:
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
@@ -39,7 +40,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return the first finding of each phase; of several ranks the one with the earliest place in its order."""
+    """Return for each phase (forward, backward, weights, state) the earliest finding: the earliest step, in it the
+    earliest call, and in it the lowest rank.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -226,7 +229,7 @@ class Report:
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """Return the first finding of each phase (forward, backward, weights, state), as `first_findings` does."""
+        """Return the earliest finding of each phase (forward, backward, weights, state), as `first_findings` does."""
         return first_findings(self.findings)
 
     def summary(self) -> str:
@@ -237,7 +240,9 @@ class Report:
         return text + (f": {kinds}" if kinds else "")
 
     def notes(self) -> list[str]:
-        """Return sentences about the limits of the comparison, such as tensors that were judged by statistics only."""
+        """Return sentences about the limits of the comparison, for example that some tensors were judged only by
+        statistics.
+        """
         found = []
         weak = sum(row.by == "statistics" for row in self.rows)
         if weak and self.task == "statistics":
@@ -279,7 +284,9 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return what the earliest finding usually means (`meaning`)."""
+        """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
+        for its cause.
+        """
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
