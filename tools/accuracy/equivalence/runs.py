@@ -156,7 +156,7 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Return what all ranks of a training recorded; raise DataError for a record or metrics that lack something."""
+    """Return the results that all ranks of a training recorded; raise DataError if a record is not complete."""
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
         raise DataError(

@@ -209,8 +209,8 @@ def _apart(recipe: Recipe) -> None:
 
 
 def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
-    """Return the `optimizer_weight_shard_size` of a sharding; 0 means that MindSpore shards optimizer state over all
-    ranks that hold copies of a weight.
+    """Return the `optimizer_weight_shard_size` of a layout; 0 if the optimizer is not sharded, or is sharded over all
+    ranks.
     """
     # Muon wants the ranks of a group, at most those of data parallelism
     return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
