@@ -67,7 +67,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
 
 
 def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: None) -> None:
-    """Train `recipe` on this worker; the imports wait until the device target is known.
+    """Train `recipe` on this worker; MindFormers is imported only after the device target is set.
 
     `when_together` is called with the rank once all ranks are connected: a rank that fails later does not make the
     others wait.

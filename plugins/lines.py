@@ -1,5 +1,5 @@
 """This module writes and reads the JSON files of a run: files to which lines are appended, files that are written as a
-whole, and the record of the times in which training stood still.
+whole, and the record of the times in which no training step was made.
 
 A worker on a host that was cut off from the others may append a line when the next attempt of the run has already
 begun. So each line names the attempt that wrote it, and readers leave out lines of an attempt that come after lines of

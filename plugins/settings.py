@@ -60,8 +60,8 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return the section's settings and no errors, or None and every error for which `read` would refuse the
-        section.
+        """Return (settings, no errors) for a valid section, and otherwise (None, all errors for which `read` would
+        refuse the section).
         """
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]
@@ -163,8 +163,8 @@ def count_at(recipe: Any, path: str) -> int:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError for PyNative mode, in which the plugin at `key`, which changes the samples of a loader, would
-    have no effect.
+    """Raise RecipeError if the recipe uses PyNative mode and the plugin at `key` is on: the plugin changes the samples
+    of a data loader, which has no effect in PyNative mode.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"

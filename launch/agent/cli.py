@@ -94,8 +94,8 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, or the weights with which
-        a new run begins, and verifies them whole.
+        """Return the checkpoint from which the run begins. Only one node calls this method: it reads all files of the
+        checkpoint, or of the weights with which a new run begins, and verifies them.
 
         Raises:
             CheckpointError: the checkpoint is not complete; or there is none, although the run has started from a

@@ -131,13 +131,13 @@ class Hour:
         return self.each
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the check `collectives`, without measured values."""
+        """Return the collectives that the check `collectives` measures, without measured values."""
         # its data is not checked here: no training starts, and the small recipe has data of its own
         run = from_recipe(resolve(load_recipe(self.recipe), layout="file"))
         return rows_of(run, cluster(DEFAULT_HARDWARE), self.world, self.device == "CPU")
 
     def strategies(self) -> list[str]:
-        """Return the strategies of tc3 accuracy equivalence that show the recipe's kinds of parallelism."""
+        """Return the strategies of `tc3 accuracy equivalence` that test the recipe's kinds of parallelism."""
         view = self.view
         kinds = {
             "executed_tp2_sp": view.tp > 1, "executed_pp2": view.pp > 1, "executed_cp2": view.cp > 1,

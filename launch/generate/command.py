@@ -173,8 +173,8 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Text:
-    """A `Text` is the text generated for a prompt: `ended` is `document` if the model ended the text itself, else
-    `tokens`.
+    """A `Text` is the text generated for a prompt. The field `ended` is "document" if the model generated its
+    end-of-document token, and "tokens" if the limit on tokens was reached.
     """
 
     prompt: str
@@ -309,7 +309,7 @@ class Voice:
         return Text(prompt, "".join(parts), ids, len(before), ended, time.monotonic() - began)
 
     def say(self, text: str, bold: bool = False) -> None:
-        """Print a piece of text at once, and do not wait for the end of the line."""
+        """Print a piece of text immediately, without waiting for the end of the line."""
         if self.aloud and text:
             click.secho(harmless(text), nl=False, bold=bold)
             sys.stdout.flush()

@@ -233,14 +233,14 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` holds the two values through which the number of requested samples affects a corpus's order."""
+    """A `Shuffle` holds how GPTDataset shuffles a corpus: over how many epochs, and if the last is shuffled apart."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens that is asked for `samples` samples, and one token."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if `samples` samples are requested."""
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -249,7 +249,7 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 
 
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
-    """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
+    """Return how each corpus of a recipe's `data_path` is shuffled if the recipe trains `samples` samples.
 
     Corpora without weights are read once, whatever number of samples is requested; from a single corpus exactly the
     requested samples are read.

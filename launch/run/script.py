@@ -157,7 +157,9 @@ class Launch:
 
 
 def node_size(recipe: Recipe) -> int:
-    """Return how many workers a node has if no hosts file says it: as many as the recipe's groups of ranks assume."""
+    """Return the number of workers on a node if there is no file of hosts: the number of devices per node for which the
+    recipe's communication groups are laid out.
+    """
     return View(recipe).node if on_ascend(recipe) else DEVICES
 
 

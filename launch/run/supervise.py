@@ -1,5 +1,5 @@
-"""This module runs msrun and supervises it: it notices at once that a worker fails, says why, and leaves no process
-running.
+"""This module runs msrun and supervises it: it notices immediately that a worker fails, reports why, and leaves no
+process running.
 
 msrun starts workers in their own sessions, needs 26-54 s to notice some failures, and leaves workers running if it is
 ended by SIGTERM. So this module watches every descendant, and finally kills it by its pid.

@@ -186,8 +186,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values `sort` needs for its keys if it sorts `count` elements of `kinds` different
-        values; every key is unique.
+        """Return the number of different key values that `sort` must be able to sort for `count` elements with keys of
+        `kinds` different values; on CPU each key is made unique, so this number is `kinds * count`.
         """
         return kinds * count
 

@@ -47,8 +47,8 @@ class GroupMean(nn.Cell):
         self.sum = ops.AllReduce().recompute(False)
 
     def construct(self, f, axis):
-        """Return the mean over the workers of f [1, 1, E], the shares of this rank; `axis` is ignored, because f has
-        one entry along it.
+        """Return the mean over the workers of `f` [1, 1, E], the share of the choices that each expert got on this
+        rank. The argument `axis` is ignored.
         """
         return ops.stop_gradient(self.sum(f) / self.workers)
 

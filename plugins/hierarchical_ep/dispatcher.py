@@ -1,4 +1,5 @@
-"""This module sends tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
+"""This module sends tokens to experts and back in three modes (section 4.3 of the TeleChat3-MoE report); the same code
+serves Ascend and CPU.
 
 A dispatch has two steps. The first step sends data between nodes, among the ranks of one inter-node group:
 
@@ -436,6 +437,8 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Return the arguments (pieces, whole) of `RoutedLayer` for chunks with these token indices."""
+    """Return the arguments `pieces` and `whole` of `RoutedLayer` for chunks of the given token indices: the indices of
+    each chunk, and the order that puts the tokens of all chunks back in their original order.
+    """
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

@@ -1,5 +1,5 @@
 """This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
-pure Python; operator fusion is section 4.5 of the report.
+pure Python; section 4.5 of the TeleChat3-MoE report describes operator fusion.
 
 MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
 operators only), and reads all other settings from one environment variable when it compiles.

@@ -24,7 +24,8 @@ SHARDED = ("semi_auto_parallel", "auto_parallel")
 
 @dataclass
 class Turn:
-    """A `Turn` is one call of MindSpore's compile function, which returns at once if MindSpore already has the graph.
+    """A `Turn` is one call of MindSpore's compile function, which returns immediately if MindSpore already has the
+    graph.
 
     Attributes:
         what: a description of the compile; None if nothing was compiled or loaded.

@@ -133,8 +133,8 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
 
 
 def fewest(enough: float) -> int:
-    """Return the number of probes after which a rank is named at the earliest, if it is slow in all of them; `enough`:
-    see `threshold`.
+    """Return the smallest number of probes after which the test can name a rank as slow, if the rank is slow in all of
+    them; `enough` is the evidence that `threshold` returns.
     """
     always = np.full((math.ceil(enough), 1), math.inf)
     return 1 + int(np.argmax(evidence(always, [0.0] * len(LEVELS)) >= enough))
@@ -304,9 +304,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the test that the module describes. Return how far each of `values` [K, N] lies above the
-    values of the other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow
-    is sufficient.
+    """Compare each of `values` [K, N] (K probes, N ranks) with the other ranks. Return by how much each value is above
+    the other ranks' values, the lowest limit of the sequential test, and for each probe whether the evidence that the
+    rank is slow is sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.
@@ -337,8 +337,8 @@ def above_others(values: np.ndarray) -> np.ndarray:
 
 
 def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Return `excess` [K, N] without the lasting differences among healthy ranks, and the error that the estimate of
-    these differences may have for the unluckiest rank.
+    """Return `excess` [K, N] without the lasting differences between healthy ranks, and the largest error that the
+    estimate of these differences is likely to have among all ranks.
 
     With few ranks the lasting differences cannot be estimated, so nothing is subtracted.
     """

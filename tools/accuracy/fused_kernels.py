@@ -1,6 +1,6 @@
-"""This module extracts from the text of a compiled graph the fused kernels that DVM (the kernel compiler of MindSpore's
-operator fusion) would build, with large sizes replaced by small ones. It computes each kernel from seeded inputs in
-NumPy in three ways, and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report:
+"""This module extracts from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
+would build, with large sizes replaced by small ones. It computes each kernel from seeded inputs in NumPy in three ways,
+and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report:
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
@@ -238,8 +238,8 @@ OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the te
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the fused kernels of two or more operators that DVM (MindSpore's kernel compiler) would build from these
-    graphs, with large sizes replaced by small ones.
+    """Return the fused kernels of two or more operators that DVM (Ascend's Device Virtual Machine) would build from
+    these graphs, with large sizes replaced by small ones.
     """
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):

@@ -92,7 +92,7 @@ def check_recipe(
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
     """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
-    Without `own_data` the files of its data are not looked at, because a command trains on made-up data.
+    Without `own_data` the recipe's data files are not checked; this is for commands that train on made-up data.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
@@ -153,7 +153,9 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Return whether a file holds only a part of a recipe (recipes/base/), of which only keys can be checked."""
+    """Return whether a file holds only a part of a recipe (recipes/base/), so that only the keys that it has can be
+    checked.
+    """
     return Path(source).parent.name == "base"
 
 
@@ -171,8 +173,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
     """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
-    pipeline offset is invalid. The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each
-    pipeline stage.
+    pipeline offset is invalid. The keys of the table name units (parameters, layers, tokens, FLOPs); lists have one
+    value for each pipeline stage.
     """
     if view.get((*_MODEL, "model_type")) not in load_schema().trained:
         return None  # its sizes are those of another model

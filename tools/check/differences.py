@@ -21,7 +21,9 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return why a `card.yaml` of the recipe or a base says not to train it; "" if none does."""
+    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; "" if none
+    does.
+    """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 

@@ -1,5 +1,5 @@
-"""This module holds the rules about the `plugins:` section: the settings that each plugin's reader refuses, and the
-settings that exclude each other.
+"""This module holds the rules about the `plugins:` section: settings that a plugin itself refuses, and settings of
+plugins that exclude each other.
 
 `check_dispatch` compares the collectives that the ranks of an EP group will call, before a launch, and finds out
 whether all of these calls come to an end.
