@@ -69,7 +69,8 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
 
 def steps_before(params: Any) -> int:
     """Return the number of training steps that the run made before it was resumed; MindFormers' `cur_step_num` counts
-    only the steps after the resume. The number is read from MFLossMonitor, because no other callback has it.
+    only the steps after the resume. The number of earlier steps is read from MFLossMonitor, because no other callback
+    has it.
     """
     from mindformers.core.callback.callback import MFLossMonitor
 

@@ -201,8 +201,8 @@ def next_state(
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
     """Return integers [E], the tokens that stay in each expert's own slot, after D x spare copies of experts were made
-    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment. EPLB chooses experts
-    by the same rule; here, in addition, an expert gets at most one slot on each device.
+    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment (the rule of EPLB),
+    but no expert gets more than one slot on a device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):

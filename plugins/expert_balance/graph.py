@@ -202,8 +202,8 @@ def place(cell, config) -> None:
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
     """This is the callback `ExpertBalance` for a sharded graph, in which each rank already has the token counts of all
-    ranks of its pipeline stage. Its field `copies` holds the number of (token, expert) pairs in a micro-batch of all
-    data-parallel ranks.
+    ranks of its pipeline stage. The field `copies` of this callback holds the number of (token, expert) pairs in a
+    micro-batch of all data-parallel ranks.
     """
 
     def connect(self):

@@ -1,6 +1,6 @@
 """This module extracts from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
-would build, with large sizes replaced by small ones. It computes each kernel from seeded inputs in NumPy in three ways,
-and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report:
+would build, with large sizes replaced by small ones. The module computes each kernel from seeded inputs in NumPy in
+three ways (exact, unfused and fused), and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report.
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory

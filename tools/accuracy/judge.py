@@ -1,5 +1,5 @@
 """This module judges whether a computed tensor is close enough to its golden tensor, which is computed in a wider type
-than the tested type (section 3.1 (1) of the TeleChat3-MoE report):
+than the tested type (section 3.1 (1) of the TeleChat3-MoE report).
 
 tested    device gets   golden computes in
 float16   float16       float32

@@ -91,8 +91,8 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
-    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
-    Without `own_data` the recipe's data files are not checked; this is for commands that train on made-up data.
+    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong. If
+    `own_data` is False, the recipe's data files are not checked, because the command trains on made-up data.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.

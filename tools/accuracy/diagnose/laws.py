@@ -1,5 +1,5 @@
-"""This module checks the records of one run against laws, which are relations that hold in every correct run. It also
-defines findings (recorded differences), and the stages in which two runs are compared.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run. The
+module also defines findings (recorded differences), and the stages in which two runs are compared.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ def limit_of(side: Side) -> float:
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor (at most 1) by which clipping multiplied the gradients of a step. If this factor is 0, return
-    1, because the gradients before clipping then cannot be computed from the clipped gradients.
+    """Return the factor (at most 1) by which clipping multiplied the gradients of a step. If the clipping factor is 0,
+    return 1, because the gradients before clipping then cannot be computed from the clipped gradients.
     """
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0

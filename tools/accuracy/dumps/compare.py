@@ -1,6 +1,7 @@
 """This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
-TeleChat3-MoE report. It names the usual cause of the earliest difference, because all later differences may follow from
-the earliest one. The tensors of a step are compared in the order of this list:
+TeleChat3-MoE report. The module names the usual cause of the earliest difference, because all later differences may
+follow from the earliest one. In each step, the weights are compared first, then the batch, the forward pass and the
+backward pass.
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell

@@ -68,8 +68,8 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key by which calls of two dumps are paired: kind, path, phase and number of the call. It has no
-        class name, because frameworks name their classes differently.
+        """Return the key by which calls of two dumps are paired: kind, path, phase and number of the call. The key
+        contains no class name, because frameworks name their classes differently.
         """
         return self.kind, self.path, self.phase, self.call
 

@@ -41,7 +41,7 @@ def mark(folder: Path, complete: bool, **facts: Any) -> None:
 
 def stated(folder: Path) -> dict[str, Any] | None:
     """Return the content of a dump's `tc3_dump.json`, or None if msprobe made the dump without `tc3 accuracy dump`.
-    Raise DataError if the file is damaged.
+    Raise DataError if `tc3_dump.json` is damaged.
     """
     file = folder / MARKER
     if not file.exists():
@@ -80,7 +80,7 @@ def refuse_parts(
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
     """Return an msprobe `PrecisionDebugger` for one rank, which writes into `folder/stepN/rankM/`. The `level` is L0
     (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" it also writes all values. Each rank
-    has its own configuration file.
+    gets its own configuration file for msprobe.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
@@ -128,8 +128,8 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
     """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout: statistics,
     values (bfloat16 as float32), and whether each parameter is trained, because counters, biases and caches are
-    parameters, too. Weights that MindSpore creates only when it compiles a graph for several devices are left out
-    before that.
+    parameters, too. MindSpore creates some weights only when it compiles a graph for several devices; weights that do
+    not exist yet are left out.
     """
     import mindspore as ms
 

@@ -138,8 +138,8 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
     """Return a recipe that trains the first `steps` steps of `base` (a recipe that `one_worker` returned) as a sharded
-    graph on a Megatron corpus. It saves a checkpoint after each step, from which gradients and optimizer state can be
-    read; the learning rate of the first step is 0, so that the first checkpoint holds the initial weights.
+    graph on a Megatron corpus. The recipe saves a checkpoint after each step, from which gradients and optimizer state
+    can be read; the learning rate of the first step is 0, so that the first checkpoint holds the initial weights.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]

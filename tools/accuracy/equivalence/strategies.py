@@ -58,8 +58,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one parallel strategy. It has either a `variant` (it is trained), a `sharding` (it is executed as a
-    sharded graph), or a `reason` why a CPU can run neither.
+    """A `Case` is one parallel strategy. A `Case` has either a `variant` (it is trained), a `sharding` (it is executed
+    as a sharded graph), or a `reason` why a CPU can run neither.
     """
 
     name: str

@@ -25,8 +25,8 @@ class NotRunnableError(Exception):
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on this host's device. It is a context manager that restores MindSpore's
-    global settings (mode and synchronisation) at the end.
+    """A `MindSporeDevice` runs operators on this host's device. A `MindSporeDevice` is a context manager that restores
+    MindSpore's global settings (mode and synchronisation) at the end.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """This module compares golden results that this host computes with those in a small file of the repository
 (shipped.json), because a host whose CPU or NumPy computes wrong golden results would also judge its device wrongly. The
-file holds results of another CPU: for the first shape of every operator and data type, the root mean square and a few
-elements of each golden tensor.
+file shipped.json holds results of another CPU: for the first shape of every operator and data type, the root mean
+square and a few elements of each golden tensor.
 
 `python -m tools.accuracy.operators.shipped --update` writes the file again; this needs only NumPy.
 """

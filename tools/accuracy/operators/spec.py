@@ -1,6 +1,6 @@
 """This module defines the test of one operator as data: small functions over NumPy arrays, one MindSpore call, and
-functions that count the terms that are summed in an element of the result. The counts select the tolerance in Table 2
-of the TeleChat3-MoE report.
+functions that count the terms that are summed in an element of the result. The counts of summed terms select the
+tolerance in Table 2 of the TeleChat3-MoE report.
 """
 
 from __future__ import annotations

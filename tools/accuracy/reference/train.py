@@ -1,5 +1,5 @@
 """This module trains the reference model: Hugging Face's DeepseekV3ForCausalLM, extended by MTP layers, counts of the
-tokens of each expert, and a trace of every module's output. It needs torch and transformers.
+tokens of each expert, and a trace of every module's output. The module needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BIAS = "e_score_correction_bias"
 
 class MtpLayer(nn.Module):
     """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (section 2.2 of its technical report), built from
-    Hugging Face's modules. Its weights have the same names as in DeepSeek-V3's checkpoints; copies of embedding and
-    head are left out.
+    Hugging Face's modules. The weights of an `MtpLayer` have the same names as in DeepSeek-V3's checkpoints; copies of
+    embedding and head are left out.
     """
 
     def __init__(self, config: DeepseekV3Config, number: int):
@@ -111,7 +111,8 @@ class Reference:
     def move_bias(self, loads: Loads) -> None:
         """Update the routers' biases by the rule of aux-loss-free balancing: down for an expert with more than its
         share of the tokens, up for an expert with less. If `loads` (layer -> share of each expert, [E]) holds the loads
-        of the MindFormers training, these are used instead of own counts, so that only the rule is compared.
+        of the MindFormers training, these loads are used instead of the reference's own counts, so that only the rule
+        is compared.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
