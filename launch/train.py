@@ -46,7 +46,7 @@ from tools.schema.versions import require_verified, unverified_option
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
-    """Return the recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
+    """Return the recipe as a flat dict, with this run's folders and the checkpoint from which the run continues."""
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)

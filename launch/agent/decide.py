@@ -343,7 +343,9 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since training last made progress, the oldest first and this one last."""
+        """Return the failed attempts since training last made progress: the oldest comes first, the present attempt
+        last.
+        """
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

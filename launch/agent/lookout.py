@@ -267,7 +267,9 @@ class Lookout(threading.Thread):
             self.show()
 
     def tick(self) -> Failure | None:
-        """Return the reason why the workers have to end, without a file operation on the shared disk."""
+        """Return the reason why the workers have to be ended, or None; this check makes no file operation on the shared
+        disk.
+        """
         if self._error:
             raise self._error
         silent = time.monotonic() - self._alive

@@ -65,7 +65,7 @@ def own_name() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` holds what the agent of one node knows about a run.
+    """A `Job` describes a run for the agent of one node: the recipe, the hosts, the folder and the settings.
 
     Attributes:
         recipe: effective; a plan may override more of it.

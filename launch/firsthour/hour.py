@@ -176,7 +176,7 @@ class Hour:
         return judge_hosts(evidence, self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Probe the workers of every node."""
+        """Collect from every node the measured speed of its devices (`tc3 doctor --probe`), and judge the results."""
         answers = self._asked("devices", seconds)
         reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
         probes = {host: report.probe for host, report in reports.items() if report.probe}
@@ -245,7 +245,7 @@ class Hour:
         return judge_golden(content, known), evidence
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Compare the recipe's kinds of parallelism with one process."""
+        """Train the small recipe with each kind of parallelism of the recipe, and compare it with one process."""
         content = ask(self.commands()["parallel"][0], seconds)
         found = judge_parallel(content["rows"])
         if self.view.devices == 1:
@@ -284,7 +284,7 @@ class Hour:
         self.write_profiled(flat)
 
     def write_profiled(self, flat: dict[str, Any]) -> None:
-        """Write a small recipe with a profile of some steps."""
+        """Write a copy of a small recipe that profiles some training steps."""
         start, stop = PROFILED
         monitor = {
             "type": "ProfileMonitor", "start_step": start, "stop_step": stop, "profiler_level": 1,

@@ -151,8 +151,8 @@ def _weights_held(source: Source) -> int | None:
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the part of `recipe` on which logits depend, with float32 as data type and without devices and parallel
-    layout.
+    """Return the part of `recipe` on which logits depend, with float32 as data type and without settings of devices and
+    parallelism.
 
     The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Only the plugins that change
     what the model computes stay; the other plugins change where and how fast values are computed, not the values. A
@@ -254,7 +254,7 @@ def generate(
 
 
 def sampling_of(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> Sampling | None:
-    """Return the sampling that the options ask for; None means that the most probable token is always taken. Raise
+    """Return the sampling settings from the options; None means that the most probable token is always taken. Raise
     UsageError if the options contradict each other.
     """
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}

@@ -140,8 +140,8 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> Balance:
-    """Compare the step times of `plan` [steps, ...], whose first step is step 0, with the step times without the plan,
-    and with the lower bound.
+    """Compare the step times of `plan` [steps, ...], which starts at step 0 of the run, with the step times without
+    balancing and with the lower bound.
     """
     batch = np.asarray(costs[: len(plan) * layout.batch]).reshape(len(plan), layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
