@@ -54,7 +54,7 @@ def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -
 
 @contextmanager
 def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace an attribute as `replace` does, but only until the block ends.
+    """Replace an attribute as `replace` does, but only until the `with` block ends.
 
     Raises:
         OutdatedHookError: as in `replace`.

@@ -47,7 +47,7 @@ class Section:
 
     @classmethod
     def read(cls: type[S], written: Any) -> S:
-        """Return the section of a recipe, with defaults for keys that it does not write.
+        """Return the settings in a plugin's section of a recipe, with defaults for keys that the section leaves out.
 
         Raises:
             RecipeError: the section is not a mapping, lacks a required key, or has an unknown key or a value with a

@@ -90,7 +90,7 @@ class AllToAllV(nn.Cell):
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
-        """Return the gradient of the sent rows: each gradient travels back to the rank that sent the row."""
+        """Return the gradient of the sent rows: each gradient is sent back to the rank that sent the row."""
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
@@ -113,8 +113,8 @@ class Linear(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """An `ExchangeCounts` tells each member of a group how many rows it will send to each other member and receive from
-    it.
+    """An `ExchangeCounts` exchanges counts in a group, so that each member gets the numbers of rows that it will send
+    to, and receive from, each other member.
     """
 
     def __init__(self, group):

@@ -34,8 +34,8 @@ class AllToAllV(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """An `ExchangeCounts` tells each member of a group how many rows it sends to, and receives from, each other member,
-    as counts in host memory.
+    """An `ExchangeCounts` exchanges counts in a group, so that each member gets, in host memory, the numbers of rows
+    that it sends to, and receives from, each other member.
     """
 
     def __init__(self, group, size):

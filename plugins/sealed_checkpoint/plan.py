@@ -69,7 +69,9 @@ def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
 
 
 def global_batch_of(folder: Path) -> int:
-    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not state them."""
+    """Return the global batch size of the run that saved a checkpoint, in samples; 0 if the checkpoint does not state
+    it.
+    """
     try:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -170,7 +172,7 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically a file that says why no run may continue from this checkpoint, and that counts instead of a
+    """Write atomically a file that says why no run may continue from this checkpoint, and that is used instead of a
     seal. Return the path of the written file.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
@@ -409,7 +411,9 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
 
 
 class RefusedError(Exception):
-    """A rank has recorded why no run may continue from its checkpoint."""
+    """This error means that a rank has marked a checkpoint as one from which no run may continue; the message has the
+    reason.
+    """
 
 
 def _read_seal(folder: Path, rank: int) -> dict:

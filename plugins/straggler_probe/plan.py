@@ -85,8 +85,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
-    of its probes for which a healthy rank lies above the limit, and `slow` is this share for a slow rank.
+    """A `Level` is one limit of the sequential test, in standard deviations of the noise. A healthy rank lies above the
+    limit in at most the share `usual` of its probes, and a slow rank in the share `slow`.
     """
 
     limit: float
@@ -176,7 +176,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An `Unknown` lists the ranks for which one measure cannot tell whether they are slow, with the reason."""
+    """An `Unknown` lists ranks for which it cannot be decided by one measure whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -199,8 +199,8 @@ def by_stage(ranks: int, stages: int) -> dict[int, int]:
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """Return the ranks of a run that are slower than their peers. The probability that this function names any rank of
-    a healthy run is `ALARM`.
+    """Return the ranks of a run that are slower than their peers. In a run without slow ranks, the probability that
+    this function names a rank is at most `ALARM`.
 
     This probability holds for one call of the function, and for any number of calls within the first `LEAST` probes of
     a run; with calls throughout the run, the same probability is added whenever the number of probes has doubled.
@@ -241,7 +241,7 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 class Own(NamedTuple):
     """An `Own` identifies one series of probes: the probes of one rank on one host. A rank that moved to a spare host
-    starts a new series.
+    starts a new series of probes.
     """
 
     rank: int

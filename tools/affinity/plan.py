@@ -1,5 +1,6 @@
-"""This module plans the cores of a host. The plan gives each worker cores by role (MindSpore's modules) and keeps cores
-for interrupts and for the system. The functions of this module have no side effects.
+"""This module plans which cores of a host each worker of a training uses. The plan gives each worker cores by role
+(MindSpore's modules) and keeps cores for interrupts and for the system. The functions of this module have no side
+effects.
 
 Workers have cores of their own, and all other processes have other cores (report, section 6: isolation). `make_plan`
 assigns the cores. `shares` computes how many cores each worker takes from each NUMA node; this is a transport problem,

@@ -107,8 +107,8 @@ def require_sound(recipe: Recipe, own_data: bool = True) -> None:
 
 
 def require_sections(recipe: Recipe) -> None:
-    """Refuse a recipe only if it lacks a section or a key without which no training starts: a comparison of two runs
-    also accepts recipes with other errors.
+    """Refuse a recipe if it lacks a section or a key without which no training starts; all other errors are accepted,
+    so that recipes with errors can be compared, too.
 
     Raises:
         RecipeError: the first missing section or key, in one line, and how many more there are.

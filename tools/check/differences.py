@@ -1,6 +1,6 @@
 """This module notes in which cases MindFormers' results for a recipe differ from the results that a user may expect.
-The module writes only notes and no errors, because the recipe can be trained nevertheless. If a plugin changes these
-results, the note names it.
+The module writes only notes and no errors, because the recipe can be trained nevertheless. If a plugin gives the
+results that a user may expect, the note names this plugin.
 
 Each difference was shown by comparing the sharded graph on CPU processes with one process; docs/stock-differences.md
 has the numbers.

@@ -46,7 +46,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch of the step, and before the first step the outputs of modules."""
+        """Record the batch of the step; before the first step, also record the outputs of all traced modules."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))

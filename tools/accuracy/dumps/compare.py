@@ -84,7 +84,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return which call or update computed the tensor of a row, as far as the dump shows it."""
+    """Return a text about the call or update that computed a tensor, as far as the dump shows it."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -220,7 +220,7 @@ class Report:
 
     @cached_property
     def findings(self) -> list[Row]:
-        """Return the rows of all tensors that did not pass the comparison."""
+        """Return the judgements (rows) of all tensors that did not pass the comparison."""
         return [row for row in self.rows if row.kind]
 
     @property

@@ -182,7 +182,9 @@ class _Runner(Runs):
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:
-        """Train the baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
+        """Train the baseline if the user named it; return a list with one failed result if the training fails,
+        otherwise an empty list.
+        """
         try:
             self.run(BASELINE, Variant())
         except RunFailedError as error:

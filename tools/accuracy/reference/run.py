@@ -48,7 +48,7 @@ def main(job_file: str, out_file: str) -> int:
 
 
 def read(file: str | Path) -> Arrays:
-    """Return all arrays of an .npz file by their names."""
+    """Return the arrays of an .npz file as a dictionary by their names."""
     with np.load(file) as stored:
         return dict(stored)
 
