@@ -123,7 +123,7 @@ class Start:
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
-        """Check the checkpoint from which an attempt goes on, and return the recipe of the attempt."""
+        """Check the checkpoint from which an attempt continues, and return the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:

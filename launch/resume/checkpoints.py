@@ -64,8 +64,8 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """Return the iteration from which the run goes on; None if `auto` finds no complete checkpoint. Print for each
-    checkpoint that is skipped the reason why.
+    """Return the checkpoint (iteration) from which the run continues; None if `auto` finds no complete checkpoint.
+    Print for each checkpoint that is skipped the reason why.
 
     Args:
         resume: `auto`, or a folder; root: the root of the run's own iterations; unfit: see `scan_checkpoints`.
@@ -312,8 +312,8 @@ def take_stock(run_dir: Path, root: Path) -> None:
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
-    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on, so
-    that no resume finds them.
+    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` continues, so
+    that no resume finds these newer checkpoints.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
     of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they

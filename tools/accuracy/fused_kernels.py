@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is a group of operators that DVM fuses into one kernel."""
+    """A `Kernel` is a group of operators that DVM (Ascend's Device Virtual Machine) fuses into one kernel."""
 
     inputs: tuple[TensorType, ...]  # the types and shapes of its inputs
     steps: tuple[Step, ...]

@@ -210,7 +210,9 @@ def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names of the tensors under a prefix that both trainings have recorded, without the prefix."""
+    """Return the names of the tensors that both trainings recorded with a prefix such as `start.`; the prefix is
+    removed from the names.
+    """
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 

@@ -106,7 +106,7 @@ def gelu_grad(x: Array) -> Array:
 
 
 def swiglu(x: Array) -> Array:
-    """Return swiglu of an input [..., 2H]: silu of its first half times its second half, [..., H]."""
+    """Return SwiGLU of an input [..., 2H]: silu of the input's first half times its second half, [..., H]."""
     gate, up = np.split(x, 2, -1)
     return silu(gate) * up
 

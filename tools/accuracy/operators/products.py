@@ -44,7 +44,7 @@ def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of a grouped matmul; that of an expert without rows is zero."""
+    """Return the gradients of a grouped matmul; the gradient of an expert without rows is zero."""
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
