@@ -104,9 +104,9 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
-    before this checkpoint that are left out now. Samples are compared, because steps of attempts with different global
-    batches do not count the same.
+    """Return a function that maps a checkpoint (folder, step) to the reason why the run must not continue from the
+    checkpoint: the run trained samples before it that are left out now. Sample numbers are compared, because step
+    numbers mean other samples if the global batch has changed.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
     RUN/recipe.yaml leaves out count, so call this function before that file is written again.
