@@ -132,7 +132,7 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
 
 
 def settings_of(name: str) -> type[Section]:
-    """Return the class of a plugin's settings, which its `plan` defines."""
+    """Return the class of a plugin's settings, which the plugin's module `plan` defines."""
     importlib.import_module(f"plugins.{name}.plan")
     return next(each for each in Section.__subclasses__() if f"plugins.{name}" == each.KEY)
 

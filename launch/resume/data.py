@@ -233,7 +233,7 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` says over how many epochs GPTDataset shuffles a corpus, and if it shuffles the last one apart."""
+    """A `Shuffle` says over how many epochs GPTDataset reads a corpus, and if it shuffles the last one apart."""
 
     epochs: int
     last_apart: bool

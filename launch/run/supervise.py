@@ -66,8 +66,8 @@ class Family:
     members: dict[int, Member] = field(default_factory=dict)
 
     def scan(self) -> None:
-        """Look for new descendants, and determine which of msrun's own children are workers. This method walks through
-        /proc, so call it about once a second.
+        """Look for new descendants, and determine which of msrun's own children are workers. This method reads the
+        whole of /proc, so call it about once a second.
         """
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.before:

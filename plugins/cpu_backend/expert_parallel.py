@@ -170,8 +170,8 @@ class Net:
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
-        many arrive [m].
+        """Return a cell that takes the counts [n, m] of rows of m kinds for n members, and returns how many rows this
+        rank sends to each member [n], receives from each member [n], and receives of each kind [m].
         """
         return ExchangeCounts(self._global(group))
 

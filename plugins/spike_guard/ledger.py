@@ -41,7 +41,7 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Return the number of samples in `ranges`, the samples that are left out."""
+    """Return the number of samples in `ranges`, which are the ranges of samples that a run leaves out."""
     return sum(stop - first for first, stop in skipped)
 
 
