@@ -176,7 +176,7 @@ class Hour:
         return judge_hosts(evidence, self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Collect from every node the measured speed of its devices (`tc3 doctor --probe`), and judge the results."""
+        """Collect from every node the speeds that `tc3 doctor --probe` measures for its workers, and judge them."""
         answers = self._asked("devices", seconds)
         reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
         probes = {host: report.probe for host, report in reports.items() if report.probe}

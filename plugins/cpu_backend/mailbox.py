@@ -119,7 +119,7 @@ def greet(connection: socket.socket, rank: int, size: int) -> None:
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
     """Read the greeting from the rank at the other end of a connection; return the number of that rank and the number
-    of ranks. The function raises Disconnected or OSError if the connection breaks or brings other bytes.
+    of ranks. The function raises Disconnected or OSError if the connection breaks, or if the bytes are not a greeting.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
