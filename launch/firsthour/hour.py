@@ -245,7 +245,7 @@ class Hour:
         return judge_golden(content, known), evidence
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train the small recipe with each kind of parallelism of the recipe, and compare it with one process."""
+        """Train a small version of the recipe with each of its kinds of parallelism; compare each with one process."""
         content = ask(self.commands()["parallel"][0], seconds)
         found = judge_parallel(content["rows"])
         if self.view.devices == 1:
