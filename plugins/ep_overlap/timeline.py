@@ -30,7 +30,7 @@ class Op:
 
     @property
     def key(self) -> Key:
-        """Return the operator's unique name in a timeline, which other operators list in `after`."""
+        """Return the operator's unique name in a timeline, by which other operators refer to it in `after`."""
         return self.chunk, self.name
 
     @property
