@@ -23,8 +23,8 @@ SIGPIPE_EXIT = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 class OutputFailed(BaseException):
-    """The output of the command can no longer be written. This class is not an `Exception`, so that no caller handles
-    it as an error of the command.
+    """This exception means that the output of the command can no longer be written. This class is not an `Exception`,
+    so that no caller handles it as an error of the command.
     """
 
     def __init__(self, reason: OSError) -> None:
@@ -51,7 +51,8 @@ class Output:
 
 
 def exit_code_of(failed: OutputFailed) -> int:
-    """Return the exit code of a run whose output failed; print a line first, unless the reader of the output has left.
+    """Return the exit code of a command whose output could not be written; print one line about it, unless the reader
+    of the output has closed the pipe.
 
     Output in the buffer is discarded, because the interpreter would otherwise try to write it again at its end, and
     fail.
@@ -196,7 +197,7 @@ def tc3() -> None:
 
 def main() -> None:
     """Run `tc3`: a user error prints one line and gives exit code 2, an interrupt gives 130, and output whose reader
-    has left gives 141.
+    has closed the pipe gives 141.
     """
     if sys.stdout is not None:
         sys.stdout = cast(TextIO, Output(sys.stdout))

@@ -46,7 +46,7 @@ from tools.schema.versions import require_verified, unverified_option
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
-    """Return the recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
+    """Return the recipe as a flat dict, with this run's folders and the checkpoint from which the run continues."""
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)
@@ -67,7 +67,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
 
 
 def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: None) -> None:
-    """Train `recipe` on this worker; the imports wait until the device target is known.
+    """Train `recipe` on this worker; MindFormers is imported only after the device target is set.
 
     `when_together` is called with the rank once all ranks are connected: a rank that fails later does not make the
     others wait.

@@ -54,9 +54,9 @@ def enable_model(config) -> None:
 
 
 def enable_plugins(config) -> None:
-    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Also enable seals (recorded
-    checksums of checkpoints) and, if `checkpoint.load_path` holds Hugging Face weights, the plugin that reads them, and
-    add MFLossMonitor to a recipe whose callbacks lack it.
+    """Enable every plugin that `config.plugins` (of a MindFormerConfig) switches on. Some parts are enabled without a
+    setting: the seals of checkpoints (recorded checksums), the callback MFLossMonitor and, if `checkpoint.load_path`
+    holds Hugging Face weights, the plugin that reads them.
 
     An entry `name: False` switches a plugin off, for a recipe that inherits the plugin from its base, or that does not
     want a plugin of `UNWRITTEN`.

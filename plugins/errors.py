@@ -1,5 +1,5 @@
-"""This module defines every error that a user can cause. The message of an error names the place, the fault, and a
-right value.
+"""This module defines every error that a user can cause. The message of an error names the file or key, what is wrong
+there, and a valid value.
 
 The command line turns each of these errors into one message and exit code 2; a traceback means that this repository has
 a bug.

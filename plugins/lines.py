@@ -1,5 +1,5 @@
 """This module writes and reads the JSON files of a run: files to which lines are appended, files that are written as a
-whole, and the record of the times in which training stood still.
+whole, and the record of the times in which no training step was made.
 
 A worker on a host that was cut off from the others may append a line when the next attempt of the run has already
 begun. So each line names the attempt that wrote it, and readers leave out lines of an attempt that come after lines of
@@ -61,7 +61,9 @@ class Newest:
     number = -1
 
     def is_late(self, record: dict[str, Any]) -> bool:
-        """Return whether a line comes after a line of a later attempt; call this once for each line, in their order."""
+        """Return whether a line comes after a line of a later attempt; call this method for each line of the file, in
+        order.
+        """
         number = number_of(record.get(OF))
         if 0 <= number < self.number:
             return True
@@ -89,8 +91,8 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk. Without this, a power cut after a
-    rename may leave an empty file under its final name.
+    """Wait until the content of a file, or the names in a folder, are on the disk. Without this wait, a power cut after
+    a rename may leave an empty file under its final name.
 
     Raises:
         OSError: the disk has an error, or is full. On a file system that cannot flush a folder, the function continues
@@ -205,7 +207,7 @@ def spans_file(run_dir: str | Path) -> Path:
 
 
 def note(run_dir: str | Path, span: Span) -> None:
-    """Append a span to the run's file of spans."""
+    """Append a span (a time without training steps) to the run's file of spans."""
     append_line(spans_file(run_dir), asdict(span))
 
 

@@ -54,7 +54,7 @@ def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -
 
 @contextmanager
 def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace an attribute as `replace` does, but only until the block ends.
+    """Replace an attribute as `replace` does, but only until the `with` block ends.
 
     Raises:
         OutdatedHookError: as in `replace`.
@@ -68,8 +68,9 @@ def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) 
 
 
 def steps_before(params: Any) -> int:
-    """Return how many steps of the run were made before this start of it, after which `cur_step_num` counts from 1; the
-    only callback of a run that MindFormers tells this number is MFLossMonitor.
+    """Return the number of training steps that the run made before it was resumed; MindFormers' `cur_step_num` counts
+    only the steps after the resume. The number of earlier steps is read from MFLossMonitor, because no other callback
+    has it.
     """
     from mindformers.core.callback.callback import MFLossMonitor
 

@@ -47,7 +47,7 @@ class Section:
 
     @classmethod
     def read(cls: type[S], written: Any) -> S:
-        """Return the section of a recipe, with defaults for keys that it does not write.
+        """Return the settings in a plugin's section of a recipe, with defaults for keys that the section leaves out.
 
         Raises:
             RecipeError: the section is not a mapping, lacks a required key, or has an unknown key or a value with a
@@ -60,8 +60,8 @@ class Section:
 
     @classmethod
     def look(cls: type[S], written: Any) -> tuple[S | None, list[RecipeError]]:
-        """Return the section's settings and no errors, or None and every error for which `read` would refuse the
-        section.
+        """Return (settings, no errors) for a valid section, and otherwise (None, all errors for which `read` would
+        refuse the section).
         """
         known = {each.name: each for each in fields(cls)}
         needed = [name for name, each in known.items() if each.default is MISSING]
@@ -132,7 +132,7 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
 
 
 def settings_of(name: str) -> type[Section]:
-    """Return the class of a plugin's settings, which its `plan` defines."""
+    """Return the class of a plugin's settings, which the plugin's module `plan` defines."""
     importlib.import_module(f"plugins.{name}.plan")
     return next(each for each in Section.__subclasses__() if f"plugins.{name}" == each.KEY)
 
@@ -163,8 +163,8 @@ def count_at(recipe: Any, path: str) -> int:
 
 
 def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
-    """Raise RecipeError for PyNative mode, in which the plugin at `key`, which changes the samples of a loader, would
-    have no effect.
+    """Raise RecipeError if the recipe uses PyNative mode and the plugin at `key` is on: the plugin changes the samples
+    of a data loader, which has no effect in PyNative mode.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"

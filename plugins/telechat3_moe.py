@@ -107,7 +107,7 @@ def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any],
 
 
 def use_template(make: Callable[[Any], Any]) -> None:
-    """Give models that are built later a template of Hugging Face's weights: the one that `make` creates from a
+    """Give models that are built later a template for reading Hugging Face weights, which `make` creates from a
     TransformerConfig.
     """
     _templates[:] = [make]
@@ -145,7 +145,9 @@ def use_edited_model(config, plugin: str, classes: Mapping[str, str] = ARCHITECT
 
 
 def after_input(hidden_states, rotary_pos_emb, actual_seq_len):
-    """Return positions and lengths of documents, made to depend on a layer's input (see `InTurn`)."""
+    """Return the rotary positions and document lengths unchanged, but with a data dependency on the layer's input, so
+    that MindSpore recomputes each layer separately (see `InTurn`).
+    """
     if rotary_pos_emb is not None:
         angles, factor = rotary_pos_emb
         rotary_pos_emb = (ops.depend(angles, hidden_states), factor)
@@ -198,9 +200,10 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would recompute all layers at once: it does so in the sharded graph of a step without a
-    pipeline and without accumulated gradients, for which MindFormers sets `disable_lazy_inline` (`base_trainer.py`). In
-    all other cases the model is a separate subgraph, whose layers MindSpore recomputes one by one.
+    """Return whether MindSpore would recompute all layers together, before the first of them is needed: it does so in
+    the sharded graph of a step without a pipeline and without accumulated gradients, for which MindFormers sets
+    `disable_lazy_inline` (`base_trainer.py`). In all other cases the model is a separate subgraph, whose layers
+    MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 

@@ -94,8 +94,8 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """Return the checkpoint that the run begins from. Only one node reads the checkpoint, or the weights with which
-        a new run begins, and verifies them whole.
+        """Return the checkpoint from which the run begins. Only one node calls this method: it reads all files of the
+        checkpoint, or of the weights with which a new run begins, and verifies them.
 
         Raises:
             CheckpointError: the checkpoint is not complete; or there is none, although the run has started from a
@@ -123,7 +123,7 @@ class Start:
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
-        """Check the checkpoint from which an attempt goes on, and return the recipe of the attempt."""
+        """Check the checkpoint from which an attempt continues, and return the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:

@@ -278,7 +278,7 @@ def next_hosts(
     attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
 ) -> list[str]:
     """Return the hosts of the next attempt by node rank: as many hosts as `attempt` had, chosen from the hosts that are
-    `there`.
+    present (`there`).
 
     Hosts that took part in the last attempt and are not left out come first, in the same order; then the plan's spare
     hosts, then other hosts. Hosts that are left out because of the failures that they caused come last, if there are no
@@ -343,7 +343,9 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """Return the failed attempts since training last made progress, the oldest first and this one last."""
+        """Return the failed attempts since training last made progress: the oldest comes first, the present attempt
+        last.
+        """
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

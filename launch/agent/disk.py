@@ -115,8 +115,8 @@ class Disk:
         self._bounded(path, lambda: self._keep_room(path))
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names in a folder; only one agent at a time should call this, because its cost grows with the
-        number of hosts.
+        """Return the names of the files in a folder; only one agent at a time should call this, because its cost grows
+        with the number of hosts.
         """
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
@@ -126,7 +126,7 @@ class Disk:
 
     def now(self, folder: Path) -> float:
         """Return the time by the disk's clock, in seconds since 1970: the time of the last write plus the time that has
-        passed since.
+        passed since that write.
         """
         if self._clock is None or self.ticks() - self._clock[1] > FRESH:
             part = folder / f".clock.{self.name}"
@@ -137,7 +137,7 @@ class Disk:
         return self._clock[0] + self.ticks() - self._clock[1]
 
     def ticks(self) -> float:
-        """Return seconds since an arbitrary start; they are only for durations, never for times of day."""
+        """Return seconds since an arbitrary start; use them only for durations, never as times of day."""
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:

@@ -151,7 +151,8 @@ class Place:
     @property
     def waits(self) -> bool:
         """Return whether the worker's innermost call is in MindSpore but not in `mindspore/dataset`, so that it may
-        wait for other ranks. An environment or a checkout that is called mindspore is not the package.
+        wait for other ranks. Only files of the installed package count as MindSpore, not files of another folder with
+        the name mindspore.
         """
         before, found, below = self.file.rpartition("/mindspore/")
         package = bool(found) and (Path(before) / "mindspore" / "__init__.py").exists()
@@ -183,7 +184,9 @@ def stopped_worker() -> int | None:
 
 
 def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
-    """Return the innermost calls of the workers that answer within `ANSWER` seconds; all workers are asked at once."""
+    """Return the innermost calls of the workers that answer within `ANSWER` seconds; all workers are asked at the same
+    time.
+    """
     sizes = {}
     for rank, process in workers().items():
         log = logs / f"worker_{rank}.log"
@@ -264,7 +267,9 @@ class Lookout(threading.Thread):
             self.show()
 
     def tick(self) -> Failure | None:
-        """Return the reason why the workers have to end, without a file operation on the shared disk."""
+        """Return the reason why the workers have to be ended, or None; this check makes no file operation on the shared
+        disk.
+        """
         if self._error:
             raise self._error
         silent = time.monotonic() - self._alive

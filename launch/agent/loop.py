@@ -44,7 +44,7 @@ UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
 class Interrupted(Exception):
-    """A signal has asked this agent to leave the run."""
+    """This error means that a signal, such as SIGTERM, makes this agent leave the run."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Agent:
-    """An `Agent` is the agent of one node, `job.host`, in a run.
+    """An `Agent` takes part in a run for one node (`job.host`): it starts and supervises the workers of this node.
 
     Attributes:
         fit: returns why this node cannot take part now; called before every attempt except the first.
@@ -82,8 +82,8 @@ class Agent:
         self.leaving = False  # a signal has told us to
 
     def run(self, number: int) -> Outcome:
-        """Take part in the run from attempt `number` on, until the run is done or given up, or a signal tells this
-        agent to leave.
+        """Take part in the run from attempt `number` on, until the run is done or given up, or a signal makes this
+        agent leave.
         """
         with collected_signals(self.notices):
             try:

@@ -59,8 +59,8 @@ LONGEST = 180  # bytes of a host's name in a file's
 
 
 class Watch:
-    """A `Watch` records for how long each observed value has not changed. `most` is the largest number of seconds that
-    counts between two observations of a value.
+    """A `Watch` records for how long each observed value has not changed. The time between two observations of a value
+    counts as at most `most` seconds, because this process may have been stopped between them.
 
     An observation after a long pause of this process (the disk stalled, the process was stopped, a clock was set) says
     little about other hosts: the same cause may have delayed them, and they must get time to write. So an observation

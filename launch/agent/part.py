@@ -122,7 +122,7 @@ class Part:
 
     @property
     def folder(self) -> Path:
-        """Return the attempt's folder."""
+        """Return the folder in which the run keeps the files of this attempt."""
         return folder_of(self.job.run_dir, self.plan.attempt)
 
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:

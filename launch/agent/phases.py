@@ -63,8 +63,8 @@ MOST = 1 << 20  # bytes of a log read at a look
 
 @dataclass
 class Limits:
-    """A `Limits` holds the seconds that each phase of one run may last before the phase counts as a hang; a caller that
-    knows better limits can set some of `defaults` and `floors`.
+    """A `Limits` holds the seconds that each phase of one run may last before the phase counts as a hang; a caller can
+    set its own `defaults` and `floors` for some phases.
     """
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Limits:
 
 def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
     """Add the durations of the steps in a metrics file to the limits, except for the first step of each attempt and of
-    each stage of a growing batch, which compiles.
+    each stage of a growing batch, because MindSpore compiles the graph in these steps.
     """
     first = True
     for record in records:

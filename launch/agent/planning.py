@@ -65,7 +65,7 @@ def own_name() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` holds what the agent of one node knows about a run.
+    """A `Job` describes a run for the agent of one node: the recipe, the hosts, the folder and the settings.
 
     Attributes:
         recipe: effective; a plan may override more of it.
@@ -122,8 +122,8 @@ class Job:
 
 
 def next_number(run_dir: Path) -> int:
-    """Return the number of the attempt with which a new launch begins; logs of a version that did not number attempts
-    count as the first attempt.
+    """Return the number of the attempt with which a new launch begins; logs that an older version wrote without attempt
+    numbers count as the first attempt.
     """
     known = numbers(run_dir)
     if known:
@@ -337,16 +337,16 @@ def first_number(run_dir: Path) -> int:
 
 
 def under_way(run_dir: Path) -> bool:
-    """Return whether attempts are in progress in `run_dir`, or were interrupted without a verdict, so that an agent
-    joins them.
+    """Return whether attempts are in progress in `run_dir`, or were interrupted without a verdict, so that a new agent
+    has to join them.
     """
     newest = newest_attempt(run_dir)
     return newest is not None and (newest.verdict is None or newest.verdict.decision not in FINAL)
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """Return the attempts before `number` that belong to the same launch: the attempts after the last attempt at which
-    a run ended.
+    """Return the attempts before `number` that belong to the same launch: that is, the attempts after the last one that
+    ended a run.
     """
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):
@@ -358,5 +358,7 @@ def history(job: Job, number: int) -> list[Attempt]:
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:
-    """Return the checkpoint from which the attempt of a plan goes on; None if the attempt begins without one."""
+    """Return the checkpoint from which the attempt of a plan continues; None if the attempt begins without a
+    checkpoint.
+    """
     return CheckpointInfo(Path(plan.resume), plan.step) if plan.resume else None

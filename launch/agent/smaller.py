@@ -1,5 +1,5 @@
-"""This module lets a run go on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global
-batch.
+"""This module makes it possible to continue a run with fewer hosts: the same recipe at a smaller data-parallel size,
+with the same global batch.
 
 Tensor, pipeline, context and expert groups stay whole: the run gives up only copies of the model, and the remaining
 copies train the samples of the lost copies. In a pipeline the remaining copies train more micro-batches

@@ -88,7 +88,7 @@ def judge_stage(evidence: Mapping[str, Any]) -> list[Finding]:
 
 def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str], memory: MemoryTerms | None,
               why_no_memory: str) -> list[Finding]:  # fmt: skip
-    """Return the findings about a calibration.
+    """Return the findings about the fit of the estimator's terms to the measurements.
 
     Args:
         seconds: the seconds of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.

@@ -43,7 +43,8 @@ PORT = 8133  # of the scheduler on the first of several nodes
 
 
 def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: bool) -> list[dict[str, Any]]:
-    """Return the rows of a plan in the form that `judge_collectives` takes, but without measured values.
+    """Return the collectives that a recipe's communication groups run, as the list of dictionaries that
+    `judge_collectives` takes; the measured seconds are still empty.
 
     Args:
         devices: the number of devices; groups that need more devices are left out of "groups".
@@ -60,7 +61,7 @@ def rows_of(config: Configuration, hardware: Hardware, devices: int, on_cpu: boo
 
 
 def words_of(row: Mapping[str, Any]) -> str:
-    """Return in words which collective a row of the plan measures, for the plan that --dry-run prints."""
+    """Return a description in words of one measured collective, for the plan that --dry-run prints."""
     size = f"{row['bytes'] / 1e6:,.1f} MB" if row["bytes"] >= 1e5 else f"{row['bytes'] / 1e3:,.1f} kB"
     return f"{row['operator']} of {size}, {row['ranks']} ranks that are {row['stride']} apart ({row['group']})"
 
@@ -68,8 +69,8 @@ def words_of(row: Mapping[str, Any]) -> str:
 def command_of(
     folder: Path, workers: int, local: int, node: int = 0, master: str = MASTER, port: int = PORT
 ) -> list[str]:
-    """Return the msrun command that measures the plan in `folder` with `local` workers on one node, out of `workers`
-    workers on all nodes.
+    """Return the msrun command that times the collectives of the plan in `folder`, with `local` workers on one node out
+    of `workers` workers on all nodes.
     """
     return [
         str(msrun_of()), f"--worker_num={workers}", f"--local_worker_num={local}", f"--node_rank={node}",
@@ -81,8 +82,8 @@ def command_of(
 def measured(
     rows: Sequence[Mapping[str, Any]], folder: Path, names: Sequence[str], each: int, target: str, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run a plan on the nodes `names` with `each` devices on a node, and return its rows with "seconds": for each group
-    the seconds of each round on the slowest rank of the group.
+    """Run the collectives of a plan on the nodes `names` with `each` devices on a node, and return them with "seconds":
+    for each group the seconds of each round on the slowest rank of the group.
 
     Raises:
         ClusterError: a node failed, was too late, or a rank has written nothing.

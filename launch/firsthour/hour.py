@@ -131,13 +131,13 @@ class Hour:
         return self.each
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the check `collectives`, without measured values."""
+        """Return the collectives that the check `collectives` measures, without measured values."""
         # its data is not checked here: no training starts, and the small recipe has data of its own
         run = from_recipe(resolve(load_recipe(self.recipe), layout="file"))
         return rows_of(run, cluster(DEFAULT_HARDWARE), self.world, self.device == "CPU")
 
     def strategies(self) -> list[str]:
-        """Return the strategies of tc3 accuracy equivalence that show the recipe's kinds of parallelism."""
+        """Return the strategies of `tc3 accuracy equivalence` that test the recipe's kinds of parallelism."""
         view = self.view
         kinds = {
             "executed_tp2_sp": view.tp > 1, "executed_pp2": view.pp > 1, "executed_cp2": view.cp > 1,
@@ -176,7 +176,7 @@ class Hour:
         return judge_hosts(evidence, self.names, versions=True), {}
 
     def devices(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Probe the workers of every node."""
+        """Collect from every node the speeds that `tc3 doctor --probe` measures for its workers, and judge them."""
         answers = self._asked("devices", seconds)
         reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
         probes = {host: report.probe for host, report in reports.items() if report.probe}
@@ -245,7 +245,7 @@ class Hour:
         return judge_golden(content, known), evidence
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Compare the recipe's kinds of parallelism with one process."""
+        """Train a small version of the recipe with each of its kinds of parallelism; compare each with one process."""
         content = ask(self.commands()["parallel"][0], seconds)
         found = judge_parallel(content["rows"])
         if self.view.devices == 1:
@@ -284,7 +284,7 @@ class Hour:
         self.write_profiled(flat)
 
     def write_profiled(self, flat: dict[str, Any]) -> None:
-        """Write a small recipe with a profile of some steps."""
+        """Write a copy of a small recipe that profiles some training steps."""
         start, stop = PROFILED
         monitor = {
             "type": "ProfileMonitor", "start_step": start, "stop_step": stop, "profiler_level": 1,

@@ -1,6 +1,6 @@
 """This module simulates the trainings of a cluster: NumPy trains a small model on simulated devices, some of which
-compute wrong results. The runs have the form of real ones (`tools.accuracy.equivalence.runs.Trained`), so the rules for
-real trainings judge them.
+compute wrong results. The simulated runs are `tools.accuracy.equivalence.runs.Trained` objects, as real trainings are,
+so the same rules judge them.
 
 The model predicts the next token from the current one: logits = E[token] @ W^T, with the embedding E and the head W.
 AdamW trains it in float32, with gradients clipped by their global norm, and each rank takes its share of a step's
@@ -160,8 +160,8 @@ def _update(state: State, gradients: Weights) -> None:
 
 
 def resumed(rank: Rank, steps: int, save: int, whole: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the losses by step of two runs: one without a kill, and one with a kill and a resume from step `save`.
-    The resume loses the moments unless the checkpoint is `whole`.
+    """Return the losses by step of two runs: one without a kill, and one with a kill and a resume from step `save`. If
+    the checkpoint is not `whole`, the resumed run starts with optimizer moments of zero.
     """
     one, _ = train([rank], steps)
     before, state = train([rank], save)

@@ -81,7 +81,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """A `Cluster` is a simulated cluster.
+    """A `Cluster` describes a simulated cluster: its nodes, its devices and their planted defects.
 
     Args:
         noise: relative standard deviation of each measurement.
@@ -309,8 +309,8 @@ class Play:
         return judge_operators(rows), {"devices": rows}
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Simulate the training of a stage: the seconds of its terms, and the memory peaks of all stages for two sizes
-        of a micro-batch.
+        """Simulate the measurement of a pipeline stage: the seconds of each term of its step, and the memory peaks of
+        all stages for two micro-batch sizes.
         """
         truth = replace(efficiency_of(self.hardware), **self.cluster.efficiency)
         terms = modelled(self.config, self.hardware, truth, None)
@@ -331,7 +331,7 @@ class Play:
         return judge_stage(evidence), evidence
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Fit the efficiencies and the terms of memory to the simulated stage."""
+        """Fit the estimator's efficiencies and memory terms to the measurements of the simulated pipeline stage."""
         seen = done["stage"].evidence
         measured = Measured(seen["seconds"], seen["terms"], {}, scoped=True)
         profile = Profile("the simulated stage", self.cluster.device, Step((), measured.seconds), 1)

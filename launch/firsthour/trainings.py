@@ -96,9 +96,9 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
 
 
 def judge_curves(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a finding for each run whose losses were compared with those of another run. The tolerance `CURVE` is
-    that of the report's Table 2 for single 16-bit values, because the error of a mean over tokens is no larger than
-    the error of one token.
+    """Return a finding for each run whose losses were compared with those of another run. The tolerance `CURVE` is that
+    of Table 2 of the TeleChat3-MoE report for single 16-bit values, because the error of a mean over tokens is no
+    larger than the error of one token.
 
     Args:
         rows: "name"; "wanted": step -> loss; "got": step -> loss, or None where the step was not trained.

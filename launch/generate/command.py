@@ -151,8 +151,8 @@ def _weights_held(source: Source) -> int | None:
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return the part of `recipe` on which logits depend, with float32 as data type and without devices and parallel
-    layout.
+    """Return the part of `recipe` on which logits depend, with float32 as data type and without settings of devices and
+    parallelism.
 
     The MTP layer is removed: it reads the decoder's output, and no logit depends on it. Only the plugins that change
     what the model computes stay; the other plugins change where and how fast values are computed, not the values. A
@@ -173,8 +173,8 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Text:
-    """A `Text` is the text generated for a prompt: `ended` is `document` if the model ended the text itself, else
-    `tokens`.
+    """A `Text` is the text generated for a prompt. The field `ended` is "document" if the model generated its
+    end-of-document token, and "tokens" if the limit on tokens was reached.
     """
 
     prompt: str
@@ -254,7 +254,7 @@ def generate(
 
 
 def sampling_of(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> Sampling | None:
-    """Return the sampling that the options ask for; None means that the most probable token is always taken. Raise
+    """Return the sampling settings from the options; None means that the most probable token is always taken. Raise
     UsageError if the options contradict each other.
     """
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
@@ -309,7 +309,7 @@ class Voice:
         return Text(prompt, "".join(parts), ids, len(before), ended, time.monotonic() - began)
 
     def say(self, text: str, bold: bool = False) -> None:
-        """Print a piece of text at once, and do not wait for the end of the line."""
+        """Print a piece of text immediately, without waiting for the end of the line."""
         if self.aloud and text:
             click.secho(harmless(text), nl=False, bold=bold)
             sys.stdout.flush()

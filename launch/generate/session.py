@@ -45,8 +45,8 @@ class Refused:
 def continuation(
     logits: Logits, choose: Callable[[np.ndarray], int], prompt: Sequence[int], window: int, most: int, end: int | None
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, one by one, at most `most` ids; if the id `end` comes, it is yielded, too, as
-    the last one.
+    """Yield the ids that follow `prompt`, one by one, at most `most` ids; if the model chooses the id `end`, this id is
+    yielded as the last one.
 
     Args:
         logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.

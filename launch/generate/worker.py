@@ -169,7 +169,7 @@ def serve(recipe: Path, weights: Path, pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Load the model that the process's arguments name, and answer requests for its logits."""
+    """Load the model that the command-line arguments of this process name, and answer requests for its logits."""
     die_with_parent()
     recipe, weights, number = sys.argv[1:]
     with Connection(int(number)) as pipe:

@@ -1,5 +1,6 @@
-"""This module finds the checkpoint from which a run goes on, checks that the run may go on from it, and keeps
-checkpoints of different runs apart. (`launch/resume/model.py` compares a checkpoint with the recipe's model.)
+"""This module finds the checkpoint from which a run continues, checks that the run may continue from it, and prevents
+that the checkpoints of different runs are mixed. (`launch/resume/model.py` compares a checkpoint with the recipe's
+model.)
 
 `find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
 names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
@@ -63,8 +64,8 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """Return the iteration from which the run goes on; None if `auto` finds no complete checkpoint. Print which
-    checkpoints are skipped, and why.
+    """Return the checkpoint (iteration) from which the run continues; None if `auto` finds no complete checkpoint.
+    Print for each checkpoint that is skipped the reason why.
 
     Args:
         resume: `auto`, or a folder; root: the root of the run's own iterations; unfit: see `scan_checkpoints`.
@@ -118,7 +119,7 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
 
 
 def say_reading(folder: Path | None) -> None:
-    """Print on stderr that a checkpoint is read completely, if this takes more than a short time."""
+    """Print a line on stderr before a whole checkpoint is read and verified, if it is so large that this takes long."""
     size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
     if size > _SLOW_TO_READ:
         click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
@@ -151,7 +152,9 @@ def step_in(folder: Path) -> int:
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """Return the folder that `resume` names; raise CheckpointError if it is not exactly one checkpoint."""
+    """Return the checkpoint folder that the option --resume names; raise CheckpointError if this is not exactly one
+    checkpoint.
+    """
     folder = Path(resume).absolute()
     try:
         if not folder.is_dir():
@@ -309,8 +312,8 @@ def take_stock(run_dir: Path, root: Path) -> None:
 
 
 def leave_behind(root: Path, checkpoint: Path, attempt: int, unnamed: bool = True) -> None:
-    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` goes on, so
-    that no resume finds them.
+    """Rename the checkpoints of earlier attempts that are newer than `checkpoint`, from which `attempt` continues, so
+    that no resume finds these newer checkpoints.
 
     Checkpoints of that attempt and of later attempts are not changed, because several nodes may call this function, one
     of them late. Checkpoints whose seals name no attempt come from workers that a script or msrun has started; they

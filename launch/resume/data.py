@@ -104,9 +104,9 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Return the reason why the run must not continue from a checkpoint (its folder and step): the run trained samples
-    before this checkpoint that are left out now. Samples are compared, because steps of attempts with different global
-    batches do not count the same.
+    """Return a function that maps a checkpoint (folder, step) to the reason why the run must not continue from the
+    checkpoint: the run trained samples before it that are left out now. Sample numbers are compared, because step
+    numbers mean other samples if the global batch has changed.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
     RUN/recipe.yaml leaves out count, so call this function before that file is written again.
@@ -233,14 +233,14 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` holds the two values through which the number of requested samples affects a corpus's order."""
+    """A `Shuffle` says over how many epochs GPTDataset reads a corpus, and if it shuffles the last one apart."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """Return how GPTDataset shuffles a corpus of `tokens` tokens that is asked for `samples` samples, and one token."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if `samples` samples are requested."""
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -249,7 +249,7 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 
 
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
-    """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
+    """Return how each corpus of a recipe's `data_path` is shuffled if the recipe trains `samples` samples.
 
     Corpora without weights are read once, whatever number of samples is requested; from a single corpus exactly the
     requested samples are read.

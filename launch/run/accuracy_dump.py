@@ -100,8 +100,8 @@ def check_folder(out: Path) -> None:
 
 
 def full(out: Path) -> Failure | None:
-    """Return a failure if a dump has to end because the disk has less free space left than a run needs; otherwise None.
-    A dump of values may be larger than any estimate, so the free space is checked while the dump is written.
+    """Return a failure if the dump must stop because the disk has less free space left than a run needs; otherwise
+    None. A dump of values may be larger than any estimate, so the free space is checked while the dump is written.
     """
     free = shutil.disk_usage(out).free
     if free >= preflight.MIN_FREE:
@@ -127,8 +127,8 @@ def _clear(out: Path, new: bool) -> None:
 
 
 def prepare(recipe: Recipe) -> list[str]:
-    """Make `recipe` deterministic, and switch off parts of it that cost time and are not dumped; print these
-    changes.
+    """Make `recipe` deterministic, and switch off parts of it that take time and are not needed for the dump; print
+    these changes.
     """
     said = []
     if not recipe.get("train_precision_sync"):

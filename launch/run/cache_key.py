@@ -57,8 +57,8 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return, by subject, all values on which a compiled graph depends; runs for which all these values are equal load
-    the same graph.
+    """Return all values on which a compiled graph depends, grouped by subject; runs with equal values load the same
+    cached graph.
 
     Args:
         recipe: flat and effective, `auto` resolved.

@@ -155,8 +155,8 @@ def prepare(
     environ: Mapping[str, str] = os.environ,
     over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """Return the compile cache of an attempt that starts now on this node; of several nodes either all load graphs or
-    none does.
+    """Return the compile cache of an attempt that starts now on this node; if there are several nodes, either all of
+    them load cached graphs or none does.
 
     Args:
         recipe: flat and effective.

@@ -98,7 +98,9 @@ def _applied(plan: Plan, by_worker: bool, file: Path) -> Cores:
 
 
 def main() -> None:
-    """Write the bind file and print shell assignments for the script; messages for the user go to stderr."""
+    """Write the file from which msrun reads the workers' cores, and print shell assignments for the launch script;
+    messages for the user go to stderr.
+    """
     workers, target, file = sys.argv[1:]
     cores = of_host(int(workers), target == "CPU", Path(file))
     cores.write()

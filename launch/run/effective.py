@@ -48,7 +48,9 @@ class Size:
 
     @classmethod
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
-        """Return the size that the options ask for; raise click.UsageError if the options contradict each other."""
+        """Return the size that the options --mini, --parallel and --workers give; raise click.UsageError if the options
+        contradict each other.
+        """
         if parallel and not mini:
             raise click.UsageError("--parallel works only with --mini: add --mini")
         if workers is not None and not parallel:
@@ -61,8 +63,8 @@ class Size:
 
     def run_dir(self, recipe: Path) -> Path:
         """Return the default folder of a run, ``output/<recipe's folder>-<recipe>`` below the working folder; for a
-        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. For the ``recipe.yaml`` in the
-        folder of a run, return that folder.
+        small version of the recipe the name ends with ``-mini`` or ``-mini-parallel``. If the recipe is the
+        ``recipe.yaml`` in the folder of a run, return the folder of this run.
         """
         if not self.mini and is_of_run(recipe):
             return recipe.absolute().parent
@@ -135,9 +137,7 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with a value in place of each `auto`; `make_layout` has the same meaning as for
-    `effective_recipe`.
-    """
+    """Return the recipe with a value in place of each `auto`; `make_layout` is an argument of `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 

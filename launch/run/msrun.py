@@ -172,9 +172,9 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens at this moment. The port is one of `PORTS` if any of a few dozen tries
-    finds a free one: msrun's scheduler listens only after some seconds, and until then a connection of another program
-    could get a port outside of `PORTS`.
+    """Return a TCP port on which nobody listens at this moment. The port is chosen from `PORTS` if one of a few dozen
+    tries finds a free one there, because another program's connection may take a port outside of `PORTS` in the seconds
+    before msrun's scheduler listens.
     """
     for port in [*(_CHANCE.choice(PORTS) for _ in range(64)), 0]:
         with socket.socket() as probe, suppress(OSError):

@@ -66,7 +66,9 @@ _OTHER_PATHS = ("checkpoint.load_path", "checkpoint.save_path", "load_checkpoint
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
-    """Return a sentence for each path of a script that is not in the checkout; relative paths start at the checkout."""
+    """Return a sentence for each path that a launch script uses and that lies outside of the checkout; relative paths
+    start at the checkout.
+    """
     return [
         f"{name}: {path} is outside the checkout ({ROOT}): every node needs this path"
         for name, path in _paths(recipe_file, recipe, resume, run_dir)
@@ -92,8 +94,8 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Make the checks that are the same for all workers, and return a function that makes the checks of one worker,
-    given its rank.
+    """Make the checks whose result is the same on all workers that a launch script starts; return a function that makes
+    the checks of one worker, given its rank.
 
     The other checks wait until all ranks are connected, because they may fail on only some ranks: each rank reads its
     share of a sealed checkpoint; rank 0, the only rank that may have to read an index, compares the data and its order
@@ -157,7 +159,9 @@ class Launch:
 
 
 def node_size(recipe: Recipe) -> int:
-    """Return how many workers a node has if no hosts file says it: as many as the recipe's groups of ranks assume."""
+    """Return the number of workers on a node if there is no file of hosts: the number of devices per node for which the
+    recipe's communication groups are laid out.
+    """
     return View(recipe).node if on_ascend(recipe) else DEVICES
 
 
@@ -225,7 +229,7 @@ def size_in_words(workers: int, nodes: int) -> str:
 
 
 def one_line(command: Sequence[str]) -> str:
-    """Return a command as a comment of one line."""
+    """Return a command as a bash comment of one line."""
     return " ".join(shlex.join(command).splitlines())
 
 
@@ -309,9 +313,7 @@ def default(name: str, value: str) -> str:
 
 
 def body(path: Path) -> str:
-    """Return the text of a bash file that scripts share, without its first line, which tells linters that the file is
-    bash.
-    """
+    """Return the text of a bash file that several scripts share, without its first line, which is only for linters."""
     return path.read_text(encoding="utf-8").split("\n", 1)[1]
 
 

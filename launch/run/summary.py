@@ -1,4 +1,4 @@
-"""This module shows the progress of a run of `tc3 train`, and prints at its end the results and how to go on."""
+"""This module shows the progress of a run of `tc3 train`, and prints at its end the results and how to continue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""This module runs msrun and supervises it: it notices at once that a worker fails, says why, and leaves no process
-running.
+"""This module runs msrun and supervises it: it notices immediately that a worker fails, reports why, and leaves no
+process running.
 
 msrun starts workers in their own sessions, needs 26-54 s to notice some failures, and leaves workers running if it is
 ended by SIGTERM. So this module watches every descendant, and finally kills it by its pid.
@@ -66,8 +66,8 @@ class Family:
     members: dict[int, Member] = field(default_factory=dict)
 
     def scan(self) -> None:
-        """Look for new descendants, and determine which of msrun's own children are workers. This method walks through
-        /proc, so call it about once a second.
+        """Look for new descendants, and determine which of msrun's own children are workers. This method reads the
+        whole of /proc, so call it about once a second.
         """
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self.before:

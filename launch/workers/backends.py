@@ -33,7 +33,9 @@ class Ascend:
         """Change the MindFormerConfig so that it names the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to train; it replaces errors of the backend by understandable ones."""
+        """Return the context manager in which to train; it replaces errors of the backend by errors that name the
+        cause.
+        """
         return nullcontext()
 
 
@@ -81,7 +83,7 @@ class ShardedCpu(Ascend):
 
 
 def backend_of(recipe: Mapping[str, Any]) -> Ascend:
-    """Return the backend that the recipe's target and parallel mode ask for."""
+    """Return the backend for the recipe's device target and parallel mode."""
     if chosen(recipe):
         return ShardedCpu()
     return Cpu() if recipe["context"]["device_target"] == "CPU" else Ascend()

@@ -1,4 +1,5 @@
-"""This module is the program that msrun starts on every device to time the collectives of a recipe's groups.
+"""This module is the program that msrun starts on every device to time the collectives of a recipe's communication
+groups.
 
     msrun --worker_num=N --local_worker_num=N --join=True launch/workers/collectives.py PLAN.json FOLDER
 
@@ -30,7 +31,7 @@ _FLOAT = 4  # bytes of an element
 
 
 def call_of(row: Mapping[str, Any], ranks: Sequence[int], rank: int, name: str) -> Callable[[], Any]:
-    """Return a function that runs a row's collective once in the group `name`, which has `ranks`.
+    """Return a function that runs a collective of the plan once, in the communication group `name` of the given ranks.
 
     The bytes of a row are those of the whole tensor for an AllGather or AllReduce, and those that one rank sends for an
     AlltoAll or a Send.
@@ -62,7 +63,7 @@ def _nothing() -> None:
 
 
 def measure(plan: Mapping[str, Any], rank: int) -> list[list[float]]:
-    """Return for each row of a plan the seconds of each round on this rank."""
+    """Return for each collective of a plan the seconds that each of its rounds took on this rank."""
     import mindspore as ms
     from mindspore import Tensor, ops
     from mindspore.communication import create_group
@@ -89,7 +90,7 @@ def measure(plan: Mapping[str, Any], rank: int) -> list[list[float]]:
 
 
 def main() -> None:
-    """Measure the rows of the plan on this rank, and write the measured seconds to a file."""
+    """Time the collectives of the plan on this rank, and write the measured seconds to a file."""
     if "TC3_SUPERVISED" in os.environ:
         die_with_parent()
     from mindspore.communication import get_rank, init

@@ -1,4 +1,5 @@
-"""This module keeps a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
+"""This module binds a worker to the cores that the plan of its host assigns to it; `launch/run/cores.py` makes the
+plan.
 
 The module uses only the standard library, because it runs before NumPy, OpenMP and MindSpore start threads, and these
 threads stay on the cores of the process that starts them.

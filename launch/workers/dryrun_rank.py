@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def enable(config: Any, on_cpu: bool) -> None:
-    """Enable the same parts as `train.py`: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
+    """Enable the same parts as `train.py` does: the CPU backend for a recipe that targets CPU, and the recipe's
+    plugins.
+    """
     if on_cpu:
         from plugins.cpu_backend import adapter
         from plugins.cpu_backend import transport as peers

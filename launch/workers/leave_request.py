@@ -1,5 +1,5 @@
-"""This module lets all ranks of a run, or no rank at all, save at one step and end on request, through files in the
-attempt's folder.
+"""This module lets an agent ask all ranks of a run to save a checkpoint after the same step and then end, through files
+in the attempt's folder; either all ranks do so, or none does.
 
 If a node has to stop soon (SIGTERM), its agent names a step that no rank can have passed yet. At the end of each step
 ranks read a file that exists from the beginning (an NFS client may not look again for a file that it remembers as
@@ -48,8 +48,8 @@ def environment(attempt: Path) -> dict[str, str]:
 
 
 def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
-    """Ask all ranks to save at one step and end; return this step, which may be the step of another node's earlier
-    request.
+    """Ask all ranks to save a checkpoint after the same step and to end; return this step, which may be the step of an
+    earlier request from another node.
 
     `ranks` are the ranks of this node, whose newest step is known here; no rank is more than one step ahead of another
     rank.
@@ -83,7 +83,7 @@ def requested(file: Path) -> int | None:
 
 
 def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
-    """Return at the end of the requested step whether all ranks save now; every rank gets the same result."""
+    """Return at the end of the requested step whether all ranks save now; the answer is the same on every rank."""
     folder = attempt / FOLDER
     decision, own = folder / DECISION, folder / f"rank_{rank}"
     missing = set(range(world))
@@ -105,8 +105,8 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
 
 
 def saved_at(attempt: Path) -> int | None:
-    """Return the step at which all ranks of a successfully ended attempt saved and left; None if nobody requested
-    this.
+    """Return the step after which all ranks of an attempt saved a checkpoint and ended on request; None if this did not
+    happen.
     """
     with contextlib.suppress(OSError):
         if (attempt / FOLDER / DECISION).read_text() == SAVE:

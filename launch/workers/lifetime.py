@@ -25,7 +25,7 @@ _worker_code: int | None = None
 
 
 def run_then_hard_exit(main: Callable[[], object], done: str = "") -> None:
-    """Run a worker's `main` and exit with the exit code of `main`, even if something crashes after the exit functions.
+    """Run a worker's `main` and exit with the exit code of `main`, even if MindSpore crashes while the process ends.
 
     An exception is printed with its traceback as usual. Import this module before MindSpore.
 

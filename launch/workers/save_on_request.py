@@ -1,4 +1,4 @@
-"""This module is a checkpoint monitor that saves at the step which a request names, and then ends the worker (see
+"""This module is a checkpoint monitor that saves a checkpoint at a requested step and then ends the worker (see
 `leave_request`).
 
 MindSpore's `OnRequestExit` cannot be used: it puts a collective into the graph of every step, and saves `.ckpt` files
@@ -28,8 +28,8 @@ relies_on(CheckpointMonitor, "def step_end(self, run_context)")
 
 
 def enable() -> None:
-    """Make the run's checkpoint monitor, as the plugins have set it up, follow requests to save. Call this after the
-    plugins are enabled.
+    """Make the checkpoint monitor of the run (with the changes of the plugins) check at each step for a request to
+    save. Call this after the plugins are enabled.
 
     Without a launch that can make requests, and for MindFormers' legacy format, nothing changes.
     """

@@ -58,8 +58,8 @@ def falling_order(weights: np.ndarray) -> np.ndarray:
 
 
 def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Return the elements of `values` [rows, n] at the positions `indices` [rows, ...], in the shape of `indices`; each
-    row of indices refers to the same row of values.
+    """Return the elements of `values` [rows, n] at the positions `indices` [rows, ...], in the shape of `indices`; row
+    r of `indices` selects from row r of `values`.
     """
     rows, count = values.shape
     if rows == 1:
@@ -220,8 +220,7 @@ def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
 
 
 def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """Assign each sample of a global batch (or of several independent ones at once) to a rank, a micro-batch and a
-    slot.
+    """Assign each sample of a global batch (or of each of several global batches) to a rank, a micro-batch and a slot.
 
     Args:
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.

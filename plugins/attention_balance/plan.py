@@ -140,8 +140,8 @@ class Balance:
 
 
 def balance(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> Balance:
-    """Compare the step times of `plan` [steps, ...], whose first step is step 0, with the step times without the plan,
-    and with the lower bound.
+    """Compare the step times of `plan` [steps, ...], which starts at step 0 of the run, with the step times without
+    balancing and with the lower bound.
     """
     batch = np.asarray(costs[: len(plan) * layout.batch]).reshape(len(plan), layout.batch)
     shape = (layout.ranks, layout.micro_batches, layout.slots)
@@ -191,8 +191,9 @@ _SECONDS = "write measured seconds, 0 or more"
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """A `Settings` holds the settings of `plugins.attention_balance`: which samples may change places, and the cost of
-    a sample. The launch of a run writes the model's cost in FLOP; a user may write measured costs in seconds instead.
+    """A `Settings` holds the settings of `plugins.attention_balance`: over how many steps samples may be reordered, and
+    the cost of a sample. By default the cost is computed from the model in FLOP when a run starts; a user may give
+    measured costs in seconds instead.
     """
 
     KEY = KEY
@@ -217,7 +218,7 @@ class Settings(Section):
 
     def agree(self) -> None:
         """Raise RecipeError if only one of `per_pair` and `per_token` is given, or if `per_pair` is 0, because
-        attention then costs nothing.
+        attention would then have no cost to balance.
         """
         written = [name for name in COST if getattr(self, name) is not None]
         missing = [name for name in COST[:2] if name not in written]

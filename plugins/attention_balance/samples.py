@@ -270,14 +270,14 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """Return the cost float64 [items], in `unit`, for a dataset in its own order. The computation takes 16 bytes of
-        memory per sample, besides one chunk of segments.
+        """Return the training cost of each item of a dataset, float64 [items], in `unit`, in the order of the dataset.
+        The computation takes 16 bytes of memory per sample, besides one chunk of segments.
         """
         return _of_items(index, self.of, np.float64)
 
 
 def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Return whether the attention masks keep the documents of a sample apart.
+    """Return whether the recipe's attention masks prevent tokens from attending to other documents of the same sample.
 
     Args:
         config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
@@ -322,7 +322,8 @@ def documents_of_items(index: GPTIndex) -> np.ndarray:
 
 
 def padding_under(context_parallel: int, algorithm: str) -> int:
-    """Return the number of entries of a compressed mask that must stay padding after the last document of a sample.
+    """Return the number of entries of a compressed attention mask that must remain padding after the last document of a
+    sample.
 
     If ranks share the sequence of queries, MindSpore lets the last entry of the mask end at the last key on every rank.
     If a document ended at this entry, its queries would attend to later keys (docs/prove.md, the layout TND).
@@ -331,7 +332,7 @@ def padding_under(context_parallel: int, algorithm: str) -> int:
 
 
 def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: int = 0) -> None:
-    """Refuse a compressed mask that is too short for one of the samples that will be trained.
+    """Refuse a compressed attention mask that has too few entries for the documents of one of the trained samples.
 
     With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
     over an unfinished mask); with more documents it raises an error in the step that reads the sample.

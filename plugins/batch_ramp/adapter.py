@@ -127,7 +127,9 @@ class Stage:
         self.division, self.samples = division, 0
 
     def apply(self, step: nn.Cell, samples: int) -> None:
-        """Prepare the train step for steps of `samples` samples; MindSpore then compiles the graph for this number."""
+        """Prepare the train step for steps of `samples` samples; MindSpore then compiles a new graph for this number of
+        samples.
+        """
         if samples == self.samples:
             return
         self.samples = samples
@@ -143,8 +145,8 @@ class Stage:
         cutting.micro_size = step.micro_size = fresh.micro_size
 
     def tell(self, callbacks: list[Any]) -> None:
-        """Set in the callbacks the numbers of samples and micro-batches of a step, by which the callbacks divide losses
-        and loads.
+        """Set in the callbacks the numbers of samples and micro-batches of a step, which the callbacks use to compute
+        mean losses and loads.
         """
         count, pipeline = self.division.micro_batches_at(self.samples), self.division.pipeline > 1
         for each in callbacks:

@@ -123,7 +123,7 @@ class Ramp:
 
 
 def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
-    """Return the ramp of a recipe whose own global batch is `full` samples. The ramp has no stages if the plugin is
+    """Return the ramp of a recipe whose full global batch is `full` samples. The ramp has no stages if the plugin is
     off, or if `Settings` refuses the plugin's section.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
@@ -131,8 +131,9 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return how many steps `lr_schedule` counts for the first `steps` steps of a run. With `learning_rate: samples`
-    this is the number of steps with the full batch that train as many samples, rounded up; otherwise it is `steps`.
+    """Return the position in the learning-rate schedule (`lr_schedule`) after the first `steps` steps of a run. With
+    `learning_rate: samples` the position is the number of steps with the full batch that train as many samples, rounded
+    up; otherwise it is `steps`.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES
@@ -182,8 +183,8 @@ class Division:
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return the advice for a stage that needs this number of micro-batches: the advice is a number of samples, or
-        to leave the stage out if the recipe's own batch is not larger than that number.
+        """Return the advice in an error about a stage of the ramp whose batch is too small: the smallest allowed number
+        of samples or, if the recipe's full batch is not larger than this number, to leave the stage out.
         """
         samples = micro_batches * self.unit
         if samples < self.full:
@@ -196,7 +197,7 @@ class Division:
 
 
 def division_of(recipe: Mapping[str, Any]) -> Division:
-    """Return how a flat recipe or a MindFormerConfig divides its own batch."""
+    """Return how a flat recipe or a MindFormerConfig divides its full global batch over ranks and micro-batches."""
     together = bool(recipe.get("use_parallel"))
     whole = not (together and splits_model(value_at(recipe, "parallel.parallel_mode", 1)))
     pipeline, micro_batches = (1, 1) if whole else stages_and_micro_batches(recipe)

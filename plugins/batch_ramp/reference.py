@@ -33,7 +33,7 @@ def full_steps(stages: Sequence[tuple[int, int]], full: int, step: int) -> float
 
 
 def dealt(step: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the samples of each data-parallel rank; the samples of a step are dealt to the ranks in turn."""
+    """Return the samples of each data-parallel rank, if the samples of each step are dealt to the ranks one by one."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for place, sample in enumerate(step):
         hands[place % ranks].append(sample)

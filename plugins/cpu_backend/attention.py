@@ -1,4 +1,5 @@
-"""This module computes core attention on CPU: the result of `FlashAttentionScore`, from operators that a CPU has.
+"""This module computes core attention on CPU: the result of `FlashAttentionScore`, computed with operators that have a
+CPU kernel.
 
 `CoreAttention` is the dense form: it multiplies S x S scores and masks most of them. `DocumentCoreAttention` is for
 data whose masks keep documents apart. In this form a document's queries are computed in blocks of at most `BLOCK`
@@ -127,7 +128,7 @@ def follow_documents(follows: bool) -> None:
 
 
 def core_attention():
-    """Return the class that a layer's spec names as `core_attention`."""
+    """Return the class of the core attention for the spec of a layer (the entry `core_attention`)."""
     return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
@@ -273,7 +274,7 @@ class DocumentCoreAttention(CoreAttention):
 
 
 class WithinDocuments(nn.Cell):
-    """This operator computes `document_attention` by host functions in the graph.
+    """This operator makes a graph compute `document_attention` and its gradients by calls of Python functions.
 
     Inputs: query [S, B, N, D]; key [S, B, G, D]; value [S, B, G, Dv]; breaks int32 [B, S - 1]. Outputs: [S, B, N, Dv],
     and the log-sum-exp of the rows [B, N, S], which only the backward pass uses: no gradient passes through it.

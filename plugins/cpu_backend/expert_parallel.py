@@ -90,7 +90,7 @@ class AllToAllV(nn.Cell):
         return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
 
     def bprop(self, rows, send, receive, room, out, dout):
-        """Return the gradient of the sent rows: each gradient travels back to the rank that sent the row."""
+        """Return the gradient of the sent rows: each gradient is sent back to the rank that sent the row."""
         return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
 
 
@@ -113,8 +113,8 @@ class Linear(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """An `ExchangeCounts` tells each member of a group how many rows it will send to each other member and receive from
-    it.
+    """An `ExchangeCounts` exchanges counts in a group, so that each member gets the numbers of rows that it will send
+    to, and receive from, each other member.
     """
 
     def __init__(self, group):
@@ -170,8 +170,8 @@ class Net:
         return AllToAllV(self._global(group))
 
     def exchange_counts(self, group):
-        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
-        many arrive [m].
+        """Return a cell that takes the counts [n, m] of rows of m kinds for n members, and returns how many rows this
+        rank sends to each member [n], receives from each member [n], and receives of each kind [m].
         """
         return ExchangeCounts(self._global(group))
 
@@ -186,8 +186,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values `sort` needs for its keys if it sorts `count` elements of `kinds` different
-        values; every key is unique.
+        """Return the number of different key values that `sort` must be able to sort for `count` elements with keys of
+        `kinds` different values; on CPU each key is made unique, so this number is `kinds * count`.
         """
         return kinds * count
 

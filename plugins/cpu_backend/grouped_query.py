@@ -17,17 +17,21 @@ def _grouped(x: np.ndarray, groups: int) -> np.ndarray:
 
 
 def with_keys(x: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the products [heads, rows, columns] of [heads, rows, d] and the transpose of [groups, columns, d]."""
+    """Return x K^T for each query head, [heads, rows, columns], from `x` [heads, rows, d] and `keys` [groups, columns,
+    d]; the heads of a group share the keys of the group.
+    """
     return np.matmul(_grouped(x, len(keys)), keys.swapaxes(-1, -2)).reshape(*x.shape[:2], -1)
 
 
 def from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the products [heads, rows, d] of [heads, rows, columns] and [groups, columns, d]."""
+    """Return W K for each query head, [heads, rows, d], from `weights` [heads, rows, columns] and `keys` [groups,
+    columns, d]; the heads of a group share the keys of the group.
+    """
     return np.matmul(_grouped(weights, len(keys)), keys).reshape(*weights.shape[:2], -1)
 
 
 def to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
-    """Return the products [groups, columns, d] of the transpose of [heads, rows, columns] and [heads, rows, d], summed
-    over a group's heads.
+    """Return W^T x, summed over the heads of each group, [groups, columns, d], from `weights` [heads, rows, columns]
+    and `x` [heads, rows, d].
     """
     return np.matmul(_grouped(weights, groups).swapaxes(-1, -2), _grouped(x, groups))

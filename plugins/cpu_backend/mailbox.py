@@ -119,7 +119,7 @@ def greet(connection: socket.socket, rank: int, size: int) -> None:
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
     """Read the greeting from the rank at the other end of a connection; return the number of that rank and the number
-    of ranks. The function raises the errors that `receive` raises.
+    of ranks. The function raises Disconnected or OSError if the connection breaks, or if the bytes are not a greeting.
     """
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
@@ -130,7 +130,9 @@ def greeting(connection: socket.socket) -> tuple[int, int]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
-    """Read bytes from the connection until `buffer` is full. The function raises the errors that `receive` raises."""
+    """Read bytes from the connection until `buffer` is full. The function raises Disconnected or OSError if the
+    connection closes before the buffer is full.
+    """
     while buffer:
         count = connection.recv_into(buffer)
         if count == 0:

@@ -103,7 +103,7 @@ def set_rows(model, rows):
 
 @contextmanager
 def of_rows(model, rows):
-    """Set the number of samples that each router expects to `rows` until the block ends (see `set_rows`)."""
+    """Set the number of samples that each router expects to `rows` until the `with` block ends (see `set_rows`)."""
     before = {router.dp for router in cells_of(model, TopKRouter)}
     set_rows(model, rows)
     try:

@@ -31,8 +31,8 @@ def refused_dtype(compute_dtype: object) -> str:
 
 
 def documents_apart(loader: Mapping[str, Any]) -> bool:
-    """Return whether the attention masks that this `train_dataset.data_loader` section makes keep documents, or packed
-    conversations, apart.
+    """Return whether the attention masks that this `train_dataset.data_loader` section makes prevent tokens from
+    attending to other documents (or packed conversations) of their sample.
     """
     if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
         return not loader.get("create_compressed_eod_mask")
@@ -73,12 +73,16 @@ def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np
 
 
 def grouped_matmul_dx(dout: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the gradient of `grouped_matmul` with respect to its rows: [C, h] for [C, H] and [E, h, H]."""
+    """Return the gradient [C, h] of `grouped_matmul` with respect to its rows, from the gradient [C, H] of its result
+    and the weights [E, h, H].
+    """
     return grouped_matmul(dout, weight.transpose(0, 2, 1), ends)
 
 
 def grouped_matmul_dw(dout: np.ndarray, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the gradient of `grouped_matmul` with respect to the weight: [E, h, H] for [C, H] and [C, h]."""
+    """Return the gradient [E, h, H] of `grouped_matmul` with respect to the weights, from the gradient [C, H] of its
+    result and the rows [C, h].
+    """
     out = np.zeros((len(ends), rows.shape[1], dout.shape[1]), rows.dtype)
     for expert, (first, end) in enumerate(_spans(ends)):
         np.matmul(rows[first:end].T, dout[first:end], out=out[expert])

@@ -65,7 +65,7 @@ def _shared_experts(self, hidden_states):
 
 @contextmanager
 def pynative():
-    """Switch to PyNative mode until the block ends, and replace code that works only in graph mode."""
+    """Switch to PyNative mode until the `with` block ends, and replace code that works only in graph mode."""
     with ExitStack() as stack:
         for hook in stand_ins():
             stack.enter_context(replaced(*hook))
@@ -77,7 +77,7 @@ def pynative():
 @contextmanager
 def counters_kept(network):
     """Save the parameters that a forward pass changes without training, such as the counters of experts' loads, and
-    restore them when the block ends.
+    restore them when the `with` block ends.
     """
     counters = [(param, param.asnumpy().copy()) for param in network.get_parameters() if not param.requires_grad]
     try:

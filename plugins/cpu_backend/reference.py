@@ -1,5 +1,5 @@
-"""This module computes attention, forward and backward, in an obvious way in NumPy, as the reference for the attention
-of `plugins.cpu_backend`. (`plugins.hierarchical_ep.reference` is the reference of the backend's experts.)
+"""This module computes attention, forward and backward, in the most direct way in NumPy, as the reference for the
+attention of `plugins.cpu_backend`. (`plugins.hierarchical_ep.reference` is the reference of the backend's experts.)
 """
 
 from __future__ import annotations

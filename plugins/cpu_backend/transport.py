@@ -173,8 +173,8 @@ class Mesh:
         return self._exchange(tag, parts, note, where).arrived
 
     def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
-        """Send a copy of `part` to a peer in the background and return at once; the peer may call `receive` for it at
-        any time.
+        """Send a copy of `part` to a peer in the background, and return immediately; the peer may call `receive` for it
+        at any time.
 
         `close` waits until the copy has been sent.
         """

@@ -12,7 +12,7 @@ from plugins.hierarchical_ep import adapter
 
 
 def enable(config, settings) -> None:
-    """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin must be enabled first.
+    """Make `plugins.hierarchical_ep`, which must be enabled first, dispatch the tokens of a micro-batch in chunks.
 
     Raises:
         RecipeError: the settings are impossible, or no plugin is on whose dispatch could be cut into chunks.

@@ -1,5 +1,5 @@
 """This module chooses into how many chunks an MoE layer cuts the tokens of a micro-batch, and in which order it issues
-the steps of the chunks. The module implements section 4.4 of the report.
+the steps of the chunks. The module implements section 4.4 of the TeleChat3-MoE report.
 
 One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the two steps of
 the combine in reverse order. With chunks, the AllGather between nodes of one chunk, the All-to-All inside a node of

@@ -1,5 +1,5 @@
 """This module computes when each operator runs on a device's streams, which run operators in order. The module needs
-only the standard library. The streams are those of figure 5 of the report.
+only the standard library. The streams are those of figure 5 of the TeleChat3-MoE report.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -30,7 +30,7 @@ class Op:
 
     @property
     def key(self) -> Key:
-        """Return the operator's unique name in a timeline, which other operators list in `after`."""
+        """Return the operator's unique name in a timeline, by which other operators refer to it in `after`."""
         return self.chunk, self.name
 
     @property

@@ -201,8 +201,8 @@ def next_state(
 
 def divided(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
     """Return integers [E], the tokens that stay in each expert's own slot, after D x spare copies of experts were made
-    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment. To copy this expert
-    is EPLB's rule, except that an expert gets at most one slot on each device.
+    one by one. Each copy is made of the expert whose own slot has the most tokens at that moment (the rule of EPLB),
+    but no expert gets more than one slot on a device.
     """
     count = np.ones(len(loads), np.int64)
     for _ in range(devices * spare):
@@ -255,7 +255,8 @@ class Table:
             self.count[home] += 1
 
     def choose(self, homes: np.ndarray, rank: int) -> np.ndarray:
-        """Return int32, in the shape of `homes`: the slot that computes each (token, expert) pair of a rank.
+        """Return the slot that computes each (token, expert) pair of a rank, int32 in the shape of `homes`, which holds
+        the own slot of each pair's expert.
 
         The pairs of an expert use its slots in turn, in the order of tokens; each rank begins with another slot, so
         that ranks with few pairs do not all send them to the home.

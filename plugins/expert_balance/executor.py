@@ -33,7 +33,8 @@ from plugins.errors import ClusterError
 
 
 def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray:
-    """Return the ranks of a pipeline stage that hold the slices of a tensor along axis 0, int [sets, slices].
+    """Return the ranks of a pipeline stage that hold the slices of a tensor along axis 0, int [sets, slices]: each row
+    lists the ranks that together hold one copy of the tensor.
 
     The ranks of a row together hold each slice once, in the order of the slices; each rank of the stage is in exactly
     one row.

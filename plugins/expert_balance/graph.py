@@ -47,8 +47,8 @@ CALLBACK = "ShardedExpertBalance"
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """While the block runs, compile every graph for this rank only, without semi-auto parallel and without the compile
-    cache.
+    """Within the `with` block, compile every graph for this rank only, without semi-auto parallel and without the
+    compile cache.
 
     In semi-auto parallel mode MindSpore would treat the inputs of these graphs as parts of a batch. The compile cache
     identifies a graph only by its number, and the next start may compile these graphs in another order, so they must
@@ -184,7 +184,9 @@ class PlacedDispatch(RoutedExperts):
         place(self, config)
 
     def construct(self, tokens, probs, routing_map):
-        """Compute the same as `PlacedGroupedGEMM.construct`."""
+        """Return the experts' outputs [ranks, N, h] for tokens [ranks, N, h], probs [ranks, N, k] and routing_map int32
+        [ranks, N, k].
+        """
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
 
 
@@ -202,8 +204,8 @@ def place(cell, config) -> None:
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ShardedExpertBalance(ExpertBalance):
     """This is the callback `ExpertBalance` for a sharded graph, in which each rank already has the token counts of all
-    ranks of its pipeline stage; the field `copies` is therefore the number of (token, expert) pairs of a micro-batch on
-    all data-parallel ranks.
+    ranks of its pipeline stage. The field `copies` of this callback holds the number of (token, expert) pairs in a
+    micro-batch of all data-parallel ranks.
     """
 
     def connect(self):

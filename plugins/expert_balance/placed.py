@@ -47,5 +47,7 @@ class PlacedGroupedExperts(GroupedExperts):
         self.slot_of = ops.Gather()
 
     def construct(self, tokens, probs, routing_map):
-        """Compute the same as `PlacedRoutedExperts.construct`."""
+        """Return the experts' outputs [1, N, h] for tokens [1, N, h], probs [1, N, k] and routing_map int32 [1, N, k]
+        of logical experts.
+        """
         return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))

@@ -29,8 +29,8 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
-    """Return by which share of the best possible load a device with `each` experts may exceed that load. Smaller gains
-    are not worth a move, because they are lost when loads change.
+    """Return the relative amount by which the load of a device with `each` experts may exceed the best possible load
+    before experts are moved. Smaller gains are not worth a move, because they are lost when loads change.
 
     A swap has `each` squared pairs of experts to choose from, so a single swap can close a gap of the order 1 / `each`
     squared; closing a smaller gap takes many swaps. The factor was chosen for the drifting loads of
@@ -212,8 +212,8 @@ def swaps(
     near: float | None = None,
     aligned: bool = False,
 ) -> np.ndarray:
-    """Return the placement that `improved` makes from the current one. If there are few experts, also try other
-    starting placements, and return the best result if it is clearly better.
+    """Return the placement that results if `improved` swaps experts of the current placement. If there are few experts,
+    also try other starting placements, and return the best result if it is clearly better.
 
     With few experts, swaps can get stuck up to 2 % above the best placement; with many experts, another swap that helps
     is always found. The other starting placements are the result of `greedy` and two random placements: with them, a

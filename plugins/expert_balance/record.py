@@ -287,7 +287,7 @@ def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str |
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
     another layout or cannot be read. If `source` is the file `own` itself and its records cannot be used, the file is
-    renamed.
+    renamed, and a new one begins.
 
     Args:
         form: devices, layers and experts of this run.

@@ -68,7 +68,9 @@ def replay(records: Sequence[Record], settings: Settings) -> Replay:
 
 
 def replay_policy(records: Sequence[Record], policy: Policy, every: int, decay: float) -> Replay:
-    """Ask `policy`, which makes no copies, for a placement after every step at which a plan is due."""
+    """Return the placements that `policy`, which makes no copies of experts, gives for recorded loads; the policy is
+    called after every step at which a plan is due.
+    """
 
     def decide(predicted: np.ndarray, old: State, step: int) -> State:
         return policy(predicted, old[0], step), old[1]

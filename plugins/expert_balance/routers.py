@@ -45,7 +45,7 @@ _DIGITS = 4
 
 
 def routers_file(run_dir: str | Path) -> Path:
-    """Return the file in which a run records the measures of its routers."""
+    """Return the file in which a run records the statistics of its routers."""
     return Path(run_dir) / "metrics" / "routers.jsonl"
 
 
@@ -66,8 +66,8 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Measures:
-    """A `Measures` holds the measures of the routers in one step, which the table of this module lists: arrays with one
-    value for each layer. The field `similarity` is NaN if the step before is not known.
+    """A `Measures` holds the statistics of the routers in one step, as arrays with one value for each layer; the
+    module's docstring lists them. The field `similarity` is NaN if the loads of the previous step are not known.
     """
 
     step: int
@@ -80,8 +80,8 @@ class Measures:
     alarms: tuple[Alarm, ...] = ()
 
     def as_json(self, time: float) -> dict[str, Any]:
-        """Return the measures as a dictionary that can be written as JSON; `time` is the time at which the step ended,
-        in seconds since 1970.
+        """Return the statistics as a dictionary that can be written as JSON; `time` is the time at which the step
+        ended, in seconds since 1970.
         """
         found: dict[str, Any] = {"step": self.step, "time": time, "layers": list(self.layers)}
         for name in ("fullest", "entropy", "similarity"):
@@ -91,8 +91,9 @@ class Measures:
 
 
 class Watcher:
-    """A `Watcher` measures the routers step after step. A resumed run uses a new `Watcher`, which can read the recorded
-    loads of the earlier steps; measures that were written before are not replaced.
+    """A `Watcher` computes the statistics (`Measures`) of the routers after each step. A resumed run uses a new
+    `Watcher`, which can read the recorded loads of the earlier steps; statistics that were written before are not
+    replaced.
 
     Args:
         layers: numbers of the MoE layers in the model.
@@ -107,7 +108,7 @@ class Watcher:
         self.raised: dict[tuple[int, str], Alarm] = {}
 
     def see(self, step: int, tokens: np.ndarray) -> Measures:
-        """Return the measures of the routers in a step.
+        """Return the statistics of the routers in a step.
 
         Args:
             tokens: int64 [layers, E], the tokens of each expert, summed over all ranks and micro-batches.

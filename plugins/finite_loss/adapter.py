@@ -61,8 +61,7 @@ def undefined_of(config) -> tuple[str, ...]:
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
-    """Let `watch` check the steps of a run of `config`, and prevent that a checkpoint is saved of a step that `watch`
-    refuses.
+    """Make `watch` check every step of a run of `config`, and save no checkpoint of a step whose values are not finite.
 
     Args:
         end: a function that raises the error which ends the run; it is called with the monitor that saves (or None),

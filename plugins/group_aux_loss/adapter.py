@@ -47,8 +47,8 @@ class GroupMean(nn.Cell):
         self.sum = ops.AllReduce().recompute(False)
 
     def construct(self, f, axis):
-        """Return the mean over the workers of f [1, 1, E], the shares of this rank; `axis` is ignored, because f has
-        one entry along it.
+        """Return the mean over the workers of `f` [1, 1, E], the share of the choices that each expert got on this
+        rank. The argument `axis` is ignored.
         """
         return ops.stop_gradient(self.sum(f) / self.workers)
 
@@ -79,8 +79,8 @@ def enable(config, settings) -> None:
 
 
 def over_workers(router, mean=None) -> None:
-    """Set up a router of a data-parallel CPU run to compute the loss over all tokens of this worker, and f (each
-    expert's share of the choices) by the cell `mean`, such as `GroupMean`, if given.
+    """Set up a router of a data-parallel CPU run to compute the auxiliary loss over all tokens of this worker. If
+    `mean` (a cell such as `GroupMean`) is given, it averages each expert's share of the choices over the workers.
     """
     router.dp, router.takes_batches_whole = 1, True  # of plugins.batch_ramp, too
     if mean is not None:
@@ -88,8 +88,8 @@ def over_workers(router, mean=None) -> None:
 
 
 def over_ranks(router, ranks) -> None:
-    """Set up a router of a sharded graph to compute the loss with f (each expert's share of the choices) taken over the
-    `ranks` consecutive ranks of an EP group (MoeLayoutManager).
+    """Set up a router of a sharded graph to compute the auxiliary loss with each expert's share of the choices averaged
+    over the `ranks` consecutive ranks of an EP group (MoeLayoutManager).
     """
     groups = router.dp // ranks
     router.original_tp = ranks

@@ -25,7 +25,7 @@ class Settings(Section):
 
     @classmethod
     def look(cls, written: Any) -> tuple[Settings | None, list[RecipeError]]:
-        """Return the settings or the errors of the section, as `Section.look` does."""
+        """Return (settings, []) if the plugin's section is `True`, and otherwise (None, [the error])."""
         return (
             (cls(), []) if written is True else (None, [RecipeError(f"{written!r} is not allowed; {cls.RIGHT}", KEY)])
         )

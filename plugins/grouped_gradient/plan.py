@@ -34,7 +34,7 @@ class Settings(Section):
 
 
 def check(recipe: Mapping[str, Any]) -> bool:
-    """Return whether the workers of `recipe` need the pass: the plugin is on, and the target is an Ascend.
+    """Return whether the workers of `recipe` need the compiler pass: the plugin is on, and the device target is Ascend.
 
     Raises:
         RecipeError: a setting is wrong, or the recipe is for Ascend and no gradient of a grouped matmul in its graph

@@ -85,7 +85,7 @@ class Settings(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the path prefix of each held-out corpus, or the path of the file."""
+        """Return the path prefix of each held-out corpus, or the path of the file of held-out conversations."""
         return paths_of(self.data_path)
 
     @property
@@ -133,7 +133,7 @@ class Batches:
 
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Batches:
-        """Return the batches that a flat recipe or a MindFormerConfig describes."""
+        """Return how a flat recipe or a MindFormerConfig divides the samples of a step over ranks and micro-batches."""
         together = bool(recipe.get("use_parallel"))
         degrees = (recipe.get("parallel_config") or {}) if together else {}
         context = (recipe.get("parallel") or {}) if together else {}

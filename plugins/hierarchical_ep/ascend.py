@@ -34,8 +34,8 @@ class AllToAllV(nn.Cell):
 
 
 class ExchangeCounts(nn.Cell):
-    """An `ExchangeCounts` tells each member of a group how many rows it sends to, and receives from, each other member,
-    as counts in host memory.
+    """An `ExchangeCounts` exchanges counts in a group, so that each member gets, in host memory, the numbers of rows
+    that it sends to, and receives from, each other member.
     """
 
     def __init__(self, group, size):
@@ -96,8 +96,8 @@ class Net:
         return AllToAllV(self._name(group), width, small)
 
     def exchange_counts(self, group):
-        """Return a cell that takes the counts [n, m], and returns how many rows to send [n] and to receive [n], and how
-        many arrive [m].
+        """Return a cell that takes the counts [n, m] of rows of m kinds for n members, and returns how many rows this
+        rank sends to each member [n], receives from each member [n], and receives of each kind [m].
         """
         return ExchangeCounts(self._name(group), len(group))
 

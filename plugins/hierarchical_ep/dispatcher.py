@@ -1,4 +1,5 @@
-"""This module sends tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
+"""This module sends tokens to experts and back in three modes (section 4.3 of the TeleChat3-MoE report); the same code
+serves Ascend and CPU.
 
 A dispatch has two steps. The first step sends data between nodes, among the ranks of one inter-node group:
 
@@ -267,7 +268,7 @@ class Exchange(nn.Cell):
 
     def construct(self, rows, meta, turn):
         """Return the copies [R, h] of the rows that this rank's experts process, sorted by local expert, the cumulative
-        counts [E_local], and the route; the arguments are rows [M, h] and meta [M, 2k].
+        counts [E_local], and the data that `back` needs; the arguments are rows [M, h] and meta [M, 2k].
         """
         count, top_k = rows.shape[0], self.top_k
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
@@ -336,25 +337,25 @@ class Dispatcher(nn.Cell):
 
     def to_nodes(self, rows, meta, turn):
         """Run the first step of the dispatch for rows [N, h] and metadata [N, 2k]; return rows [M, h], metadata [M,
-        2k], the route, and a value on which the next collective depends.
+        2k], the data that `from_nodes` needs, and a value on which the next collective depends.
         """
         return self.first(rows, meta, turn)
 
     def to_experts(self, rows, meta, turn):
         """Run the second step of the dispatch; return copies sorted by expert [R, h], cumulative counts [E_local], the
-        route, and a value on which the next collective depends.
+        data that `from_experts` needs, and a value on which the next collective depends.
         """
         return self.second(rows, meta, turn)
 
     def from_experts(self, copies, route, turn):
-        """Run the second step in reverse: it takes rows [R, h], and returns rows [M, h] and a value on which the next
-        collective depends.
+        """Run the second step of the dispatch in reverse: it takes rows [R, h], and returns rows [M, h] and a value on
+        which the next collective depends.
         """
         return self.second.back(copies, route, turn)
 
     def from_nodes(self, rows, route, turn):
-        """Run the first step in reverse: it takes rows [M, h], and returns rows [N, h] and a value on which the next
-        collective depends.
+        """Run the first step of the dispatch in reverse: it takes rows [M, h], and returns rows [N, h] and a value on
+        which the next collective depends.
         """
         return self.first.back(rows, route, turn)
 
@@ -436,6 +437,8 @@ class RoutedLayer(nn.Cell):
 
 
 def cut(slices):
-    """Return the arguments (pieces, whole) of `RoutedLayer` for chunks with these token indices."""
+    """Return the arguments `pieces` and `whole` of `RoutedLayer` for chunks of the given token indices: the indices of
+    each chunk, and the order that puts the tokens of all chunks back in their original order.
+    """
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

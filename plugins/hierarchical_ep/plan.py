@@ -1,5 +1,5 @@
 """This module plans the exact sends and receives of each rank for one MoE layer, in three dispatch modes. The module
-needs only NumPy. The dispatch modes are described in section 4.3 of the report.
+needs only NumPy. The dispatch modes are described in section 4.3 of the TeleChat3-MoE report.
 
 All modes consist of the same two steps, and differ only in the first:
 

@@ -121,8 +121,8 @@ def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
 
 
 def check_programs(programs: Sequence[Program]) -> None:
-    """Check that all ranks, 0 .. len(programs) - 1, finish if each call blocks until every member of its group has made
-    it.
+    """Check that all ranks, 0 .. len(programs) - 1, finish if each call of a collective blocks until every member of
+    its group has made the same call.
 
     Raises ClusterError naming the first rank and call that cannot be, and what differs: a rank outside the group it
     calls; members that order or fill a group differently; an n-th call on a group that is another operation, or has

@@ -100,7 +100,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
     ) -> tuple[str | None, Any]:
         """Stack the tensors of one kind of all experts under their common name; return (None, None) until the tensor of
-        the last expert comes.
+        the last expert has been passed.
         """
         words = src_name.split(".")
         number = words.index("experts") + 1
@@ -154,7 +154,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
 
 
 def enable(config: Any) -> None:
-    """Give the template to the model that is built later; `checkpoint.load_path` is the path of a Hugging Face folder.
+    """Make the model that is built later use this weight template; `checkpoint.load_path` is the path of a Hugging Face
+    folder.
 
     Raises:
         RecipeError: the checkpoint belongs to another model, or the optimizer state is missing.

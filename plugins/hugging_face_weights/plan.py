@@ -89,7 +89,9 @@ class Model:
 
 
 def rows(model: Model) -> list[Row]:
-    """Return a row for every parameter that is a weight, in the order of the forward pass."""
+    """Return one `Row` for each weight of the model (the Hugging Face tensors from which it is made), in the order of
+    the forward pass.
+    """
     if model.telechat2:
         return _telechat2(model)
     found = [Row("embedding.word_embeddings.weight", (EMBEDDING,))]

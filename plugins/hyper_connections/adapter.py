@@ -35,8 +35,8 @@ for _line in (
 
 
 def enable(config, settings) -> None:
-    """Make models that are built later for `config` (a MindFormerConfig) have the residual streams that `settings` asks
-    for.
+    """Make models that are built later for `config` (a MindFormerConfig) have as many residual streams as `settings`
+    gives.
 
     Raises:
         RecipeError: a setting is wrong, or the recipe has a feature that does not work with several streams.

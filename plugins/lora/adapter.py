@@ -93,8 +93,8 @@ def add_adapter(cell: Any, lora_rank: int, lora_scale: float) -> None:
 
 
 class Adapted:
-    """This class adds an adapter to a linear layer; the linear layer's class must follow it in the list of base
-    classes.
+    """This class adds an adapter to a linear layer; in the list of base classes, the linear layer's class must come
+    after this class.
 
     `plain` is the method `construct` of the linear layer: MindSpore's compiler turns `super().construct` in a class
     with two base classes into an endless recursion.
@@ -155,7 +155,7 @@ ADAPTED = {
 
 
 def enable(config, settings) -> None:
-    """Make models that are built later have the adapters that `settings` asks for, and freeze all other weights.
+    """Make models that are built later have the adapters that `settings` describes, and freeze all other weights.
 
     Raises:
         RecipeError: the settings are impossible, the recipe has a feature that does not work with frozen weights, or a

@@ -160,7 +160,9 @@ def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict
 
 
 def layer_of(name: str) -> str | None:
-    """Return the linear layer that a weight belongs to, as patterns name it; None for a weight that has no adapter."""
+    """Return the linear layer to which a weight belongs, by the name that `targets` uses; None for a weight that cannot
+    have an adapter.
+    """
     words = name.removesuffix(WEIGHT).split(".")
     fits = name.endswith(WEIGHT) and len(words) > 3 and words[-1].startswith("linear_")
     return ".".join(words[-2:]) if fits and words[-2] in ("self_attention", "mlp") else None

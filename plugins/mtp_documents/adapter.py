@@ -44,8 +44,8 @@ def enable(config, settings) -> None:
 
 
 def layers_of(model_config) -> int:
-    """Return the number of MTP layers from either of MindFormers' two keys for it, or MindFormers' default for
-    TeleChat3-MoE.
+    """Return the number of MTP layers of a model, from one of MindFormers' two keys or, if neither is set, MindFormers'
+    default for TeleChat3-MoE.
     """
     written = [model_config[name] for name in ("num_nextn_predict_layers", "mtp_num_layers") if name in model_config]
     return (written[0] or 0) if written else _DEFAULT_LAYERS

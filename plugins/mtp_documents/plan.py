@@ -35,7 +35,8 @@ class Settings(Section):
 
 
 def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) -> bool:
-    """Return whether MindFormers' MTP predicts across documents that attention keeps apart.
+    """Return whether MindFormers' MTP predicts tokens of the next document although the attention mask separates the
+    documents.
 
     Packed conversations (`PackingHandler`) do not count as a case of this: each conversation begins with a prompt whose
     labels are ignored, so the loss at the end of the conversation before it is not counted.

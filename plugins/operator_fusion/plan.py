@@ -1,5 +1,5 @@
 """This module turns `plugins.operator_fusion` of a recipe into the flags of MindSpore's graph kernels. The module is
-pure Python; operator fusion is section 4.5 of the report.
+pure Python; section 4.5 of the TeleChat3-MoE report describes operator fusion.
 
 MindSpore 2.9.0 enables graph kernels if the target is Ascend and `jit_level` is O1, with `fusion_ops_level` 0 (vector
 operators only), and reads all other settings from one environment variable when it compiles.
@@ -74,7 +74,7 @@ class Fusion(Section):
     disable: tuple[str, ...] = setting((), "operators that are not fused", parse=_operators)
 
     def agree(self) -> None:
-        """Raise RecipeError if `disable` names operators that this level does not fuse."""
+        """Raise RecipeError if `disable` names operators that the chosen `level` does not fuse."""
         key = f"{KEY}.disable"
         if self.disable and self.level == "off":
             raise RecipeError("level: off fuses nothing, so no fusion can be disabled; leave disable out", key)
@@ -88,8 +88,8 @@ class Fusion(Section):
 
     @property
     def flags(self) -> str:
-        """Return the value of the environment variable `VARIABLE`, with every flag of the level written out, so that
-        MindSpore's defaults do not matter.
+        """Return the value of the environment variable `VARIABLE`, with every flag of the level, so that the value does
+        not depend on MindSpore's defaults.
         """
         if self.level == "off":
             return "--opt_level=0"

@@ -31,7 +31,7 @@ class Settings(Section):
 
 
 def read(settings: Any, model: Mapping[str, Any]) -> None:
-    """Check the plugin's section against a recipe's `model.model_config`.
+    """Check that the section `plugins.output_biases` is valid and fits the recipe's `model.model_config`.
 
     Raises:
         RecipeError: a setting is wrong, or the model has no such biases.

@@ -35,8 +35,8 @@ def pack_examples(dataset, config):
 
 def process_source(process_name, dataset, **kwargs):
     """Return the data set after a processing step of MindFormers' HFDataLoader (the method `process_name` of
-    `datasets.Dataset`). This function replaces HFDataLoader's own function, and raises a clear error if `take` asks for
-    more samples than the data set has.
+    `datasets.Dataset`). This function replaces HFDataLoader's own function, and raises a clear error if `take` is
+    larger than the number of samples in the data set.
     """
     if process_name == "take":
         enough(kwargs.get("n", 0), len(dataset))

@@ -201,7 +201,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         return folder
 
     def write_seal(self, folder, expected):
-        """Seal this rank's part of the checkpoint `folder`; `expected` are the names of the part's files."""
+        """Seal this rank's part of the checkpoint `folder`; `expected` holds the names of the files of this part."""
         made = {"attempt": self.attempt} if self.attempt else {}
         if self.skipped is not None:
             made["skipped"] = self.skipped

@@ -56,8 +56,9 @@ def newest_first(folders: Iterable[Path]) -> list[Path]:
 
 def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
     """Return for each checkpoint, given with its step, the progress of its run: the number of trained steps or, if the
-    global batches of the checkpoints differ, the number of trained samples. A resume with a larger batch gives later
-    checkpoints smaller numbers, because MindFormers counts steps of the recipe's own batch.
+    global batches of the checkpoints differ, the number of trained samples. Step numbers cannot be compared if the
+    global batch changed, because MindFormers counts steps of the present batch, so that a resume with a larger batch
+    continues with smaller step numbers.
     """
     batches = {folder: global_batch_of(folder) for folder in steps}
     known = {batch for batch in batches.values() if batch}
@@ -68,7 +69,9 @@ def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
 
 
 def global_batch_of(folder: Path) -> int:
-    """Return the samples of a step of the run that saved a checkpoint; 0 if the checkpoint does not state them."""
+    """Return the global batch size of the run that saved a checkpoint, in samples; 0 if the checkpoint does not state
+    it.
+    """
     try:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -169,7 +172,7 @@ def write_seal(
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
-    """Write atomically a file that says why no run may continue from this checkpoint, and that counts instead of a
+    """Write atomically a file that says why no run may continue from this checkpoint, and that is used instead of a
     seal. Return the path of the written file.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
@@ -408,7 +411,9 @@ def newest_of_rank(root: Path, rank: int) -> Path | None:
 
 
 class RefusedError(Exception):
-    """A rank has recorded why no run may continue from its checkpoint."""
+    """This error means that a rank has marked a checkpoint as one from which no run may continue; the message has the
+    reason.
+    """
 
 
 def _read_seal(folder: Path, rank: int) -> dict:

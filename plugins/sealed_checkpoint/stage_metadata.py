@@ -1,5 +1,5 @@
-"""In this module the stages of a pipeline send to rank 0 the names of the tensors that they save, because each rank
-knows only its own stage.
+"""This module sends the names of the tensors that each pipeline stage saves to rank 0, which writes the metadata of
+checkpoints; each rank has only the tensors of its own stage.
 
 Rank 0 writes a checkpoint's metadata.json from MindSpore's layouts of all ranks. With AdamW each rank's optimizer holds
 the weights of all stages before MindSpore cuts the pipeline, so MindSpore knows the layouts of all stages. With Muon

@@ -121,7 +121,9 @@ class Host:
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:
-        """While the block runs, raise a kernel's original error instead of MindSpore's error that follows from it."""
+        """Within the `with` block, raise the original error of a kernel instead of the error that MindSpore raises as a
+        consequence.
+        """
         try:
             yield
         except Exception:

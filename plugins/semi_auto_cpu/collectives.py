@@ -76,8 +76,8 @@ class CallRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """A `Fault` is a fault that a test inserts on this rank: a fault of this `kind` happens at call number `call` of
-    the operator; None stands for any call.
+    """A `Fault` is a fault that a test inserts into a collective on this rank: its `kind`, and the number `call` of the
+    operator's call at which it happens (None: every call).
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""This module tells MindSpore's front end the rank and the device target, which it needs to shard a graph for Ascend.
+"""This module gives MindSpore's front end the rank and the device target that it needs to shard a graph for Ascend.
 
 MindSpore's front end for Ascend needs the rank of the process and the sizes of groups. No communication library
 provides them here, so a rank's `Ranks` answers instead of MindSpore's C++ code. The front end also shards a graph only

@@ -24,7 +24,8 @@ SHARDED = ("semi_auto_parallel", "auto_parallel")
 
 @dataclass
 class Turn:
-    """A `Turn` is one call of MindSpore's compile function, which returns at once if MindSpore already has the graph.
+    """A `Turn` is one call of MindSpore's compile function, which returns immediately if MindSpore already has the
+    graph.
 
     Attributes:
         what: a description of the compile; None if nothing was compiled or loaded.
@@ -141,8 +142,8 @@ class FrontEnd:
 
 
 def refuse_compiling(turn: Turn, error: RuntimeError) -> None:
-    """Raise ClusterError if MindSpore did not accept a graph of the compile cache, and failed to compile the graph for
-    CPU because no front end had split it.
+    """Raise ClusterError if MindSpore did not accept a graph of the compile cache, and then failed to compile the graph
+    for CPU, because the front end had not split the graph.
     """
     if turn.entry is not None and "Invalid backend" in str(error):
         raise ClusterError(_contrary(turn, "compiled", "loaded")) from error

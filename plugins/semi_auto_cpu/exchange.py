@@ -68,7 +68,7 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
 
 
 def tag_of(*what: object) -> int:
-    """Return the message tag for `what`: a number that is the same on every rank for the same values."""
+    """Return the tag of a message: a number that every rank computes as the same for the same values in `what`."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 

@@ -66,8 +66,8 @@ class KeptGraphs:
 
     def to_load(self, what: Entry) -> Entry | None:
         """Return the stored information about the next graph, so that MindSpore can load it instead of compiling.
-        Return None if no graph is stored, or if the stored graph was compiled for something else than `what` (see
-        `described`).
+        Return None if no graph is stored, or if the description of the stored graph (see `described`) differs from
+        `what`.
         """
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}

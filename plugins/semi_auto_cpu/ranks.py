@@ -1,5 +1,5 @@
-"""This module describes the cluster from the point of view of one rank: its own number, the number of ranks, and the
-ranks of each communication group.
+"""This module describes the cluster from the point of view of one rank: the number of this rank, the number of ranks,
+and the ranks of each communication group.
 
 Python creates some groups, and knows their ranks. MindSpore's C++ code creates other groups, of which Python gets only
 a name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so a name identifies

@@ -153,8 +153,8 @@ def _skipping(loader: Any, guard: Guard):
 
 
 class Skipping:
-    """A `Skipping` is a view of a random-access dataset without the samples in `skipped`; samples from beyond the usual
-    end of the dataset follow at the end, one for each skipped sample.
+    """A `Skipping` is a view of a random-access dataset without the samples in `skipped`; for each skipped sample, one
+    further sample from beyond the usual end of the dataset is added at the end.
     """
 
     def __init__(self, source: Any, skipped: Ranges):

@@ -41,13 +41,13 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Return the number of samples in `ranges`, the samples that are left out."""
+    """Return the number of samples in `ranges`, which are the ranges of samples that a run leaves out."""
     return sum(stop - first for first, stop in skipped)
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return the number of the sample that the run trains at `position`, counted without the skipped samples. The
-    argument `skipped` must be a list of ranges that `normal` has returned.
+    """Return the number of the sample (in the whole data) that a run without the skipped samples trains at `position`.
+    The argument `skipped` must be a list of ranges that `normal` has returned.
     """
     for first, stop in skipped:
         if position < first:
@@ -57,8 +57,8 @@ def original(position: int, skipped: Ranges) -> int:
 
 
 def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
-    """Return, as ranges, the samples that the run trains at positions `first` to `stop` - 1, counted without the
-    skipped samples.
+    """Return, as ranges of sample numbers in the whole data, the samples that a run without the skipped samples trains
+    at positions `first` to `stop` - 1.
     """
     return normal((sample, sample + 1) for sample in (original(each, skipped) for each in range(first, stop)))
 
@@ -154,8 +154,8 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
 
 
 def add_entry(run_dir: str | Path, entry: Entry) -> None:
-    """Add `entry` to the current entries, unless another rank has added it. A rank that writes later than others does
-    not remove their entries.
+    """Add `entry` to the entries in `skipped.json`, unless another rank has added it. A rank that writes later than
+    other ranks does not remove their entries.
 
     No lock coordinates ranks of two hosts. The ranks of one attempt all add the same entry, so no entry is lost. If a
     late rank of an earlier attempt replaces a newer list by an older one, the next attempt still leaves out what the

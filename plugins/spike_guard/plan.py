@@ -1,5 +1,5 @@
-"""This module decides which steps are spikes and how a run goes on after a spike, and reads `plugins.spike_guard` of a
-recipe. The module uses only Python and NumPy.
+"""This module decides which steps are spikes and how a run continues after a spike, and reads `plugins.spike_guard` of
+a recipe. The module uses only Python and NumPy.
 
 Loss and global norm are compared with the last good steps on a logarithmic scale, on which their noise is almost
 constant. The trend of these steps is the median of the slopes between any two of them (Theil and Sen); it is
@@ -57,7 +57,7 @@ def _skipped(value: Any) -> Ranges:
 @dataclass(frozen=True)
 class Settings(Section):
     """A `Settings` says what a spike is, and what happens after a spike. `benchmarks/cluster/spike_guard.py` measures
-    how rarely an alarm is raised in runs without spikes.
+    how often these settings raise a false alarm in runs without spikes.
     """
 
     KEY = KEY
@@ -195,7 +195,7 @@ class Window:
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
     """Return the losses and norms of the last steps up to step `done`, read from the lines of RUN/metrics/rank_N.jsonl,
     to fill a `Window` of `size` steps. The returned steps are the fewest that hold `size` values of the loss and of the
-    norm, but at most `_MOST` windows.
+    norm, but at most ten times `size` steps.
 
     The lines of a resumed run, which begin with a header, replace the lines of the steps that the run repeats. Steps
     whose gradients overflowed are left out, as a `Guard` leaves them out during training.

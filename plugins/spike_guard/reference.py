@@ -1,4 +1,4 @@
-"""This module computes the plugin's results sample by sample and step by step, in a slow and obvious way."""
+"""This module computes the plugin's results sample by sample and step by step, in the most direct and slow way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
-    """Return the samples of a run in its order, from data with `total` samples."""
+    """Return the numbers of the samples that a run trains, in order, from data with `total` samples."""
     out = {sample for first, stop in skipped for sample in range(first, stop)}
     return [sample for sample in range(total) if sample not in out]
 

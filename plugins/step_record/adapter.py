@@ -151,13 +151,13 @@ class Record:
 def _recording(monitor: Any, record: Record):
     class StepRecordMonitor(monitor):
         def on_train_begin(self, run_context):
-            """Record the state in which this part of the run begins."""
+            """Record the state from which the training starts or is resumed."""
             super().on_train_begin(run_context)
             params = run_context.original_args()
             record.begin(params, self._done_before(params))
 
         def on_train_step_begin(self, run_context):
-            """Complete the line of the previous step with the values that are known only now."""
+            """Complete the previous step's record with values that are known only when the next step begins."""
             record.complete(run_context.original_args())
             record.forward(run_context.original_args())
             super().on_train_step_begin(run_context)
@@ -174,7 +174,7 @@ def _recording(monitor: Any, record: Record):
             return params.get("initial_step") or self.initial_step
 
         def on_train_end(self, run_context):
-            """Complete the line of the last step, and record the outputs of modules once more."""
+            """Complete the record of the last step, and record the modules' outputs with the final weights."""
             params = run_context.original_args()
             record.complete(params)
             record.finish(params, params.cur_step_num + self._done_before(params))

@@ -136,8 +136,8 @@ def sketch_of(array: np.ndarray) -> list[Any]:
 
 
 def apart(one: Iterable[Any], two: Iterable[Any]) -> float:
-    """Return how far two outputs are apart relative to the norm of the first one; the estimate from their sketches is
-    right to a factor of about two.
+    """Return the distance of two module outputs relative to the norm of the first output; it is estimated from their
+    sketches, and right to a factor of about two.
     """
     (_, square, mine), (_, _, others) = one, two
     return float(np.sqrt(np.mean(np.square(np.subtract(mine, others))) / max(square, 1e-30)))

@@ -85,8 +85,8 @@ FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, 
 
 
 class Level(NamedTuple):
-    """A `Level` is one limit of the sequential test, in standard deviations of the noise. `usual` is the largest share
-    of its probes for which a healthy rank lies above the limit, and `slow` is this share for a slow rank.
+    """A `Level` is one limit of the sequential test, in standard deviations of the noise. A healthy rank lies above the
+    limit in at most the share `usual` of its probes, and a slow rank in the share `slow`.
     """
 
     limit: float
@@ -133,8 +133,8 @@ def evidence(values: np.ndarray, limits: Sequence[float]) -> np.ndarray:
 
 
 def fewest(enough: float) -> int:
-    """Return the number of probes after which a rank is named at the earliest, if it is slow in all of them; `enough`:
-    see `threshold`.
+    """Return the smallest number of probes after which the test can name a rank as slow, if the rank is slow in all of
+    them; `enough` is the evidence that `threshold` returns.
     """
     always = np.full((math.ceil(enough), 1), math.inf)
     return 1 + int(np.argmax(evidence(always, [0.0] * len(LEVELS)) >= enough))
@@ -176,7 +176,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An `Unknown` lists the ranks for which one measure cannot tell whether they are slow, with the reason."""
+    """An `Unknown` lists ranks for which it cannot be decided by one measure whether they are slow, with the reason."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -199,8 +199,8 @@ def by_stage(ranks: int, stages: int) -> dict[int, int]:
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """Return the ranks of a run that are slower than their peers. The probability that this function names any rank of
-    a healthy run is `ALARM`.
+    """Return the ranks of a run that are slower than their peers. In a run without slow ranks, the probability that
+    this function names a rank is at most `ALARM`.
 
     This probability holds for one call of the function, and for any number of calls within the first `LEAST` probes of
     a run; with calls throughout the run, the same probability is added whenever the number of probes has doubled.
@@ -241,7 +241,7 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
 
 class Own(NamedTuple):
     """An `Own` identifies one series of probes: the probes of one rank on one host. A rank that moved to a spare host
-    starts a new series.
+    starts a new series of probes.
     """
 
     rank: int
@@ -304,9 +304,9 @@ def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[S
 
 
 def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
-    """Compute steps 1 to 4 of the test that the module describes. Return how far each of `values` [K, N] lies above the
-    values of the other ranks, the lowest limit of the test, and for each probe whether the evidence that a rank is slow
-    is sufficient.
+    """Compare each of `values` [K, N] (K probes, N ranks) with the other ranks. Return by how much each value is above
+    the other ranks' values, the lowest limit of the sequential test, and for each probe whether the evidence that the
+    rank is slow is sufficient.
 
     Args:
         floor: the smallest limit. enough: see `threshold`.
@@ -337,8 +337,8 @@ def above_others(values: np.ndarray) -> np.ndarray:
 
 
 def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
-    """Return `excess` [K, N] without the lasting differences among healthy ranks, and the error that the estimate of
-    these differences may have for the unluckiest rank.
+    """Return `excess` [K, N] without the lasting differences between healthy ranks, and the largest error that the
+    estimate of these differences is likely to have among all ranks.
 
     With few ranks the lasting differences cannot be estimated, so nothing is subtracted.
     """

@@ -1,4 +1,4 @@
-"""This module computes `plan.slow_ranks` in a slow and obvious way: it takes one rank, one probe and one possible
+"""This module computes `plan.slow_ranks` in the most direct and slow way: it takes one rank, one probe and one possible
 beginning of a slowdown at a time, without arrays.
 """
 

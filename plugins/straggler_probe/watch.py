@@ -63,7 +63,7 @@ def processor_work() -> Callable[[], float]:
 
 
 def of_device(device: str) -> Callable[[], float]:
-    """Return the function that does the piece of work for a type of device."""
+    """Return the function that does the probe's fixed piece of work on a type of device."""
     return processor_work() if device == "CPU" else device_products()
 
 

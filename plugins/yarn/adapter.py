@@ -73,8 +73,8 @@ def enable(config, settings) -> None:
 
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
-    """Inside the block, let GPTModel build YaRN from `config` (a TransformerConfig). The block yields a function that
-    multiplies cos and sin of the built model by the attention factor.
+    """Within the `with` block, make GPTModel build YaRN from `config` (a TransformerConfig). The context manager yields
+    a function that multiplies cos and sin of the built model by the attention factor.
     """
     config.qk_pos_emb_head_dim = config.kv_channels
     try:

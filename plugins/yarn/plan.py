@@ -69,7 +69,8 @@ class Yarn:
 
 
 def attention_factor(kind: str, factor: float, mscale: float = 1.0) -> float:
-    """Return rate x mscale x ln(factor) + 1, with the rate of `kind`; return 1 if RoPE is not stretched.
+    """Return YaRN's attention factor, rate x mscale x ln(factor) + 1, with the rate of `kind`; return 1 if the context
+    is not extended.
 
     Both queries and keys are multiplied by the attention factor, so scores are multiplied by its square. The sources
     are section 3.4 of YaRN, and for `telechat3` the functions `_yarn_get_mscale` and `FreqsMgr` in

@@ -216,7 +216,9 @@ class DtypeName(click.ParamType):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def accuracy() -> None:
-    """Verify that operators and trainings compute right results, by the methods of section 3 of the training report."""
+    """Verify that operators and trainings compute right results, by the methods of section 3 of the TeleChat3-MoE
+    report.
+    """
 
 
 for each in (align, dump, compare, equivalence_command, collectives_command, fusion_command, diagnose_command):

@@ -1,5 +1,6 @@
-"""This module checks whether the collectives that a sharded training executes are those that `tc3 dryrun` reports: CPU
-processes train a few steps of a recipe and record those of the first step, and every rank of the recipe is compiled.
+"""This module checks whether a sharded training executes the collectives that `tc3 dryrun` reports: CPU processes train
+a few steps of a recipe and record the collectives of the first step, which are compared with those in the compiled
+graph of every rank.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return a recipe for CPU as it is, or the mini recipe with the parallel strategy of one for Ascend; raise
-    RecipeError if the file or an override is wrong, or MindSpore would not shard its graph.
+    """Return the recipe in the file `path` with its overrides; for a recipe for Ascend, return its mini recipe for CPU
+    with the same kinds of parallelism. Raise RecipeError if the file or an override is wrong, or if MindSpore would not
+    shard the recipe's graph.
     """
     refuse_missing(path)
     recipe = load_recipe(path)
@@ -51,7 +53,9 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError for a missing path that may be the mistyped folder of a run, and not a recipe."""
+    """Raise RecipeError if `path` does not exist and has no ending of a recipe file, so that it may be a misspelt
+    folder of a run.
+    """
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -80,7 +84,9 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps of a recipe on a made-up corpus, and return its folder; raise RunFailedError if it fails."""
+    """Train `STEPS` steps of a recipe on a made-up corpus, and return the folder of the run; raise RunFailedError if
+    the training fails.
+    """
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)
@@ -110,7 +116,9 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether all ranks execute the dry run's collectives; `why` is the reason of `UNKNOWN`."""
+    """A `Verdict` says whether all ranks executed the collectives that the dry run reports; `why` is the reason if this
+    is `UNKNOWN`.
+    """
 
     word: str
     why: str = ""
@@ -122,8 +130,8 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile every rank of a finished run's recipe, `at_once` at the same time (None: as many as fit), and compare the
-    collectives with those that the run executed.
+    """Compile the recipe of a finished run for every rank, and compare the collectives in the graphs with those that
+    the run executed. At most `at_once` ranks are compiled at the same time (None: as many as fit into memory).
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
@@ -183,8 +191,8 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return a run's recipe without keys that do not change its compiled graph, so that runs share cached compiles;
-    raise RecipeError if it has none, or none that is sharded.
+    """Return the recipe of a run without the keys that do not change its compiled graph, so that several runs can share
+    cached graphs; raise RecipeError if the folder has no recipe, or if the recipe's graph is not sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
@@ -210,7 +218,9 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return the collectives of one rank's first step; raise DataError for a missing or wrong file."""
+    """Return the collectives that one rank recorded in its first step; raise DataError if the rank's file is missing,
+    or if it is not a record of collectives.
+    """
     file = calls_file(run_dir, rank)
     if not file.is_file():
         raise DataError(

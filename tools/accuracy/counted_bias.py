@@ -29,7 +29,7 @@ class CountedBias(TopkBiasBalanceCallback):
 
 
 def of_routers(run_context: Any, end: str) -> dict[str, np.ndarray]:
-    """Return for each router a copy of the parameter whose name ends with the text `end`; a copy is needed, because
+    """Return for each router a copy of its parameter whose name ends with the text `end`; a copy is needed because
     `asnumpy` returns a view of a buffer that later steps change.
     """
     parameters = run_context.original_args().train_network.network.get_parameters()

@@ -1,5 +1,6 @@
-"""This module extracts from the text of a compiled graph the fused kernels that DVM would build, reduced to a small
-size, and computes each from seeded inputs in NumPy in three ways, which are judged by Table 2:
+"""This module extracts from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
+would build, with large sizes replaced by small ones. The module computes each kernel from seeded inputs in NumPy in
+three ways (exact, unfused and fused), and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report.
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
@@ -57,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `Kernel` is a group of operators that DVM fuses into one kernel."""
+    """A `Kernel` is a group of operators that DVM (Ascend's Device Virtual Machine) fuses into one kernel."""
 
     inputs: tuple[TensorType, ...]  # the types and shapes of its inputs
     steps: tuple[Step, ...]
@@ -74,13 +75,16 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a text that all kernels with the same operators and shapes have, wherever they are."""
+        """Return a text that is equal for two kernels if they have the same operators and shapes, wherever they are in
+        the graphs.
+        """
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the nodes at `places` as one kernel, of which those at `outputs` are used outside; raise UnreadableError
-    if the graph does not write out a constant, or if an input is not a tensor.
+    """Return the graph nodes with the indices `places` as one kernel; the results of the nodes `outputs` are used
+    outside of the kernel. Raise UnreadableError if the text of the graph leaves out the values of a constant, or if an
+    input is not a tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -117,8 +121,9 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
 
 
 def constant(text: str) -> object:
-    """Return a constant from ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32, value=[1])``;
-    raise UnreadableError for other or truncated texts.
+    """Return the constant that is written in MindSpore's form, such as ``F32(0.5)``, ``(I64(1), I64(0))`` or
+    ``Tensor(shape=[1], dtype=Float32, value=[1])``; raise UnreadableError for a text of another form or a truncated
+    text.
     """
     array = _ARRAY.match(text)
     try:
@@ -159,8 +164,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return an operator's result in the type that NumPy derives; a Cast between floats changes nothing. The values are
-    arrays, or numbers and tuples for constants. Raise UnreadableError for an operator outside `KNOWN`.
+    """Return the result of one operator in the data type that NumPy gives it; a Cast between float types does nothing.
+    The `values` are arrays, or numbers and tuples for constants. Raise UnreadableError for an operator outside `KNOWN`.
     """
     first, *rest = values
     if step.op in _ELEMENTWISE:
@@ -190,8 +195,8 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """Return the kernel with a small number for every size above 32 or known only at run time; equal sizes stay equal,
-    and sums have fewer terms. Raise UnreadableError if a Reshape's products would change.
+    """Return the kernel with each size that is above 32 or known only at run time replaced by a small number; equal
+    sizes stay equal. Raise UnreadableError if sizes of a kernel with a Reshape would have to be replaced.
     """
     given = [step.output for step in kernel.steps]
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
@@ -233,7 +238,9 @@ OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the te
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the kernels of at least two operators that DVM would make of these graphs, reduced to small sizes."""
+    """Return the fused kernels of two or more operators that DVM (Ascend's Device Virtual Machine) would build from
+    these graphs, with large sizes replaced by small ones.
+    """
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
         users = users_of(nodes)
@@ -250,8 +257,9 @@ _LARGEST = 2.0
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
-    """Return random floats of magnitude `lower_bound` to 2, positive if a root or a division may use them; they depend
-    only on the seed and the kernel, and are exact in their types.
+    """Return random inputs for a kernel: floats with magnitudes from `lower_bound` to 2 that their data type represents
+    exactly, and that are positive if the kernel has a root or a division. The inputs depend only on the seed and the
+    kernel.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -270,7 +278,9 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to MindSpore's `dtype`, with 16 bits in float32; other values are unchanged."""
+    """Return floats rounded to MindSpore's type `dtype`; 16-bit values are stored as float32. Integers and booleans are
+    returned unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
@@ -300,7 +310,9 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2."""
+    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2 of the TeleChat3-MoE
+    report.
+    """
 
     dtype: str  # the type with the fewest bits on which it depends
     count: int  # the number of elements that it sums; 0 if values are only moved
@@ -344,7 +356,7 @@ def _summed(step: Step, kernel: Kernel) -> int:
 
 
 def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
-    """Return the judgement of one result by `judge` against the exact result; booleans and integers must be equal."""
+    """Compare one result of a kernel with the exact result, by `judge`; booleans and integers must be equal."""
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
@@ -352,7 +364,9 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` judges one kind of kernel, computed as a fused kernel and one operator after the other."""
+    """A `Row` is the judgement of one kind of kernel, computed both as a fused kernel and operator by operator
+    (unfused).
+    """
 
     name: str  # the names of its operators
     where: str  # the path of one such kernel
@@ -390,13 +404,17 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether every kernel is within tolerance; None if none is out of it, but some are unknown."""
+        """Return True if every kernel is within tolerance, False if one is not, and None if none is out of tolerance
+        but some kernels could not be computed.
+        """
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite is a text."""
+        """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite becomes a text
+        such as "inf".
+        """
         rows = [plain(row) for row in self.rows]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 

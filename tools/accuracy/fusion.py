@@ -32,8 +32,8 @@ _SHOWN = 10  # kernels, the worst first
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Compute the fused kernels of a graph in NumPy in two ways, fused and one operator after the other, and compare
-    the results with float64.
+    """Compute the fused kernels of a graph in NumPy in two ways, fused and operator by operator, and compare the
+    results with float64 results.
 
     RECIPE is compiled as `tc3 fusion` compiles it. A recipe for the CPU is compiled as if it were for Ascend, because
     DVM exists only for Ascend. The kernels that DVM would make of the graph are computed in NumPy as DVM computes them:

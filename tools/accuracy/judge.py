@@ -1,5 +1,5 @@
-"""This module judges whether a computed tensor is near enough to its golden tensor, which is computed in a wider type
-than the tested one (report, section 3.1 (1)):
+"""This module judges whether a computed tensor is close enough to its golden tensor, which is computed in a wider type
+than the tested type (section 3.1 (1) of the TeleChat3-MoE report).
 
 tested    device gets   golden computes in
 float16   float16       float32
@@ -46,13 +46,17 @@ def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
 
 
 def round_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Return the nearest bfloat16 of each float32, ties to even, as float32 (any shape); NaN stays NaN."""
+    """Return each float32 value rounded to the nearest bfloat16 (ties to even), stored as float32; the array may have
+    any shape, and NaN stays NaN.
+    """
     with np.errstate(all="ignore"):
         return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to `dtype`, as float16 or else float32; integers and booleans are unchanged."""
+    """Return floats rounded to the type `dtype`; float16 values are stored as float16, values of all other types as
+    float32. Integers and booleans are returned unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -69,7 +73,9 @@ def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
 
 @cache
 def facts(name: str) -> dict[str, Any]:
-    """Return the content of a YAML file beside this module: `tolerance` or `causes`."""
+    """Return the content of the YAML file `tolerance.yaml` or `causes.yaml`, which lie beside this module; `name` is
+    the name without its ending.
+    """
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
 
 
@@ -80,8 +86,9 @@ def plain(row: Any) -> dict[str, Any]:
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return by Table 2 the largest allowed error (`errors`) of results that accumulate `count` terms, 0 if values only
-    move. A value is stored in `dtype` up to `roundings` times on its way to the output.
+    """Return the largest error (see `errors`) that Table 2 of the TeleChat3-MoE report allows for results that are sums
+    of `count` terms; a `count` of 0 means that values are only moved, and gives 0. On the way to its output, a value
+    may be rounded to `dtype` up to `roundings` times.
     """
     if count == 0:
         return 0.0
@@ -92,8 +99,8 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return the tolerance of a factor that a whole tensor has: its allowed distance from 1, and the standard
-    deviations that are allowed in addition (tools/accuracy/dumps/errors.py).
+    """Return the tolerance of a factor by which a whole tensor is scaled: the allowed distance of the factor from 1,
+    and the number of standard deviations that is allowed in addition (tools/accuracy/dumps/errors.py).
     """
     content = facts("tolerance")
     found = content["systematic"]
@@ -107,7 +114,9 @@ def lower_bound() -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` judges one tensor: its largest error, the elements over the tolerance, and the worst of them."""
+    """A `Verdict` is the judgement of one tensor: its largest error, the number of elements over the tolerance, and a
+    text about the worst element.
+    """
 
     passed: bool
     error: float
@@ -116,7 +125,8 @@ class Verdict:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
-    """Return each element's error as float64; inf where one of the two is not finite and they differ.
+    """Return each element's error as float64; inf where the computed and the golden value differ and one of them is not
+    finite.
 
     With `floor` in place of the root mean square, what is within the smallest normal number has no error.
     """
@@ -133,7 +143,9 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | No
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a tensor with the golden tensor, element by element; `dtype` is the tested type."""
+    """Compare a tensor with the golden tensor, element by element; `dtype` is the data type in which the tensor was
+    computed.
+    """
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
     if not want.size:
@@ -151,9 +163,9 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare results of special inputs with `wants`, goldens for devices that keep denormals or do not, rounded to
-    `dtype`: errors are relative to the element, but at least to `floor` (elements of reductions may cancel), and NaN
-    and infinities must be in the same places.
+    """Compare an operator's results for special inputs (such as NaN or denormals) with `wants`, the golden results for
+    devices that keep denormals and for devices that flush them to zero, rounded to `dtype`. Errors are relative to the
+    element or, if it is smaller, to `floor`; NaN and infinities must be in the same places.
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
@@ -162,6 +174,8 @@ def judge_special(
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return how many elements of two runs differ in any bit; a NaN equals a NaN of the same bits."""
+    """Return the number of elements that differ in any bit between the results of two runs; two NaN with the same bits
+    are equal.
+    """
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

@@ -21,7 +21,7 @@ page_option = click.option(
 
 
 def check_page(page: Path | None) -> None:
-    """Raise DataError if no HTML page can be written to this path, or it would replace another kind of file."""
+    """Raise DataError if no HTML page can be written to this path, or if it would replace a file of another kind."""
     if page is None:
         return
     check_writable(page)

@@ -1,4 +1,5 @@
-"""This module finds which plugins work with each other and with kinds of parallelism, and which check or run shows it.
+"""This module finds which plugins can be combined with each other and with kinds of parallelism, and which check or
+training run is the evidence.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
@@ -39,7 +40,9 @@ _SMALLEST = Sharding(moe=True, aux=True)
 
 @dataclass(frozen=True)
 class Plugin:
-    """A `Plugin` holds the settings with which a plugin is tried, and what its small recipe needs beside."""
+    """A `Plugin` holds the settings with which a plugin is combined with others, and what else a small recipe with this
+    plugin needs.
+    """
 
     settings: Any = field(default_factory=dict)  # the settings in the plugin's section of the recipe
     needs: Mapping[str, Any] = field(default_factory=dict)  # fields of a `Sharding` that the plugin needs
@@ -57,7 +60,9 @@ PLUGINS: Mapping[str, Plugin] = {name: Plugin(**row) for name, row in FACTS["plu
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` says whether two things can be combined: `how` in one of five words, `by` with reason or evidence."""
+    """A `Cell` says whether two plugins, or a plugin and a kind of parallelism, can be combined: `how` is one of five
+    words, and `by` is the reason or the evidence.
+    """
 
     one: str
     other: str
@@ -72,7 +77,7 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return a cell for every pair of plugins, and of a plugin and a kind of parallelism."""
+    """Return a result (`Cell`) for every pair of plugins, and for every pair of a plugin and a kind of parallelism."""
     return [cell(*pair) for pair in pairs()]
 
 
@@ -87,7 +92,9 @@ def cell(one: str, other: str) -> Cell:
 
 
 def recipe_of(*names: str) -> Recipe:
-    """Return a small recipe for Ascend with the named plugins and kinds, and all settings that they need."""
+    """Return a small recipe for Ascend with the named plugins and kinds of parallelism, and with all settings that they
+    need.
+    """
     plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
     needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
     sharding = _SMALLEST
@@ -132,7 +139,9 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return (kind of evidence, run or compile, its plugins and kinds) for each, the strongest evidence first."""
+    """Return for each run or compilation that shows plugins together: the kind of evidence, its name, and its plugins
+    and kinds of parallelism; the strongest evidence comes first.
+    """
     rows = [(EQUAL, case.name, _of_sharding(case.sharding)) for case in CASES if case.sharding]
     rows += [(EQUAL, case.name, _of_variant(case.variant)) for case in CASES if case.variant]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):

@@ -81,7 +81,7 @@ def picture(plan: Plan) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
     """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are
-    divided by role. The number of workers is that of RECIPE.
+    divided by role. The plan is for as many workers as RECIPE starts on this host.
 
     The command changes nothing. Exit code: 0 a plan was made, 2 the user has to correct something first.
     """

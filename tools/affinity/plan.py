@@ -1,5 +1,6 @@
-"""This module plans the cores of a host. The plan gives each worker cores by role (MindSpore's modules) and keeps cores
-for interrupts and for the system. The functions of this module have no side effects.
+"""This module plans which cores of a host each worker of a training uses. The plan gives each worker cores by role
+(MindSpore's modules) and keeps cores for interrupts and for the system. The functions of this module have no side
+effects.
 
 Workers have cores of their own, and all other processes have other cores (report, section 6: isolation). `make_plan`
 assigns the cores. `shares` computes how many cores each worker takes from each NUMA node; this is a transport problem,
@@ -31,8 +32,8 @@ DATA = 4  # of a worker's cores, at most, for the threads of the dataset
 
 
 def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple[int, int], int]) -> np.ndarray:
-    """Return the number of cores [W, N] that each of W workers takes from each of N nodes; the nodes are in the order
-    of `free`. Every worker gets the same number of cores.
+    """Return the number of cores [W, N] that each of W workers gets from each of N NUMA nodes; the nodes are in the
+    order of `free`. Every worker gets the same number of cores.
 
     Args:
         near: [W] the node nearest to each worker's NPU.
@@ -68,8 +69,8 @@ def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker has a local rank, an NPU (None on CPU), the NUMA node nearest to it, cores (ordered from near to far,
-    and by role), and the nodes whose memory it uses.
+    """A `Worker` holds the cores of one worker (ordered from near to far, and by role), its local rank, its NPU (None
+    on CPU), the NUMA node nearest to it, and the nodes whose memory it uses.
     """
 
     rank: int
@@ -88,8 +89,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan holds the cores of each worker, the cores left for interrupts (by node) and for the system, and unused
-    cores.
+    """A `Plan` holds the cores of each worker, the cores for interrupts (by NUMA node) and for the system, and the
+    unused cores.
     """
 
     host: Host
@@ -114,8 +115,8 @@ def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
 
 
 def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
-    """Return a plan that divides the cores among `count` workers. The first worker drives the first of `npus`; None
-    means workers on CPU.
+    """Return a plan that divides the cores among `count` workers. The first worker uses the first NPU of `npus`, and so
+    on; None means workers on CPU.
 
     Raises:
         ClusterError: there are fewer NPUs than workers.

@@ -1,5 +1,5 @@
-"""This module checks numbers of a recipe that must fit each other: devices, divisions, shapes, batches, heads. Each
-rule names the line of MindFormers that requires it.
+"""This module checks numbers of a recipe that must fit each other: devices, parallel degrees, shapes, batches, heads.
+Each rule names the line of MindFormers that requires it.
 
 Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism that exchanges
 heads (`ulysses_degree_in_cp`), dry runs showed that MindFormers 1.9.0 does not pass the degree to flash attention: keys
@@ -160,8 +160,8 @@ def _groups(view: View, built: Built, found: Findings) -> None:
 
 
 def refused_degree(view: View, built: Built) -> tuple[KeyPath, str] | None:
-    """Return the key that makes a communication group which MindSpore refuses without an NPU, and why it refuses it;
-    None if there is no such group.
+    """Return the key of a parallel degree that leads to a communication group which MindSpore refuses without an NPU,
+    and the reason; None if there is no such group.
     """
     ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
     refused = refused_group(view.dp, view.cp, view.tp, ep, _shard_size(view))
@@ -256,7 +256,7 @@ def _fill(view: View, built: Built, found: Findings) -> None:
 
 
 def columns_of(view: View) -> list[str]:
-    """Return the columns that a GPTDataset returns for the recipe's mask settings."""
+    """Return the names of the columns that Megatron's GPTDataset returns with the recipe's mask settings."""
     if view.flag((*LOADER, "config", "create_compressed_eod_mask")):
         return [*_COLUMNS, "actual_seq_len"]
     return [*_COLUMNS, "attention_mask"] if view.flag((*LOADER, "config", "create_attention_mask"), True) else _COLUMNS
@@ -359,7 +359,9 @@ def _lost_gradients(view: View, built: Built, found: Findings) -> None:
 
 
 def without_copies(dp: int, tp: int, cp: int, ep: Any, experts: int) -> tuple[bool, Any]:
-    """Return whether no weight, and whether no expert has a copy on another rank; `ep` may be an array."""
+    """Return two results: whether no weight has a copy on another rank, and whether no expert has one; `ep` may be an
+    array.
+    """
     return dp * cp == 1, (ep == dp * tp * cp) & (experts > 0)
 
 

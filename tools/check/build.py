@@ -204,7 +204,9 @@ def _not_computed(view: View, schema: Schema, found: Findings) -> None:
 
 
 def same(written: Any, arrived: Any) -> bool:
-    """Return whether two values mean the same in a recipe: 1 is 1.0, bf16 is bfloat16, a tuple is a list."""
+    """Return whether two values have the same meaning in a recipe, such as 1 and 1.0, bf16 and bfloat16, or a tuple and
+    a list.
+    """
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):
@@ -220,7 +222,9 @@ _DERIVED = {
 
 
 def check_built(reports: list[Report]) -> str:
-    """Add to each report what MindFormers builds otherwise; return a note if it could not be started."""
+    """Add to each report the settings that MindFormers builds with other values than the recipe's; return a note if
+    MindFormers could not be started.
+    """
     if not reports:
         return ""
     results = built_by_mindformers([report.recipe for report in reports])
@@ -263,7 +267,9 @@ _OF_A_JOB = ("RANK_ID", "RANK_SIZE", "DEVICE_ID")  # MindFormers reads them on i
 
 
 def built_by_mindformers(recipes: list[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return for each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
+    """Return what MindFormers builds from each recipe: ``{"fields": ..., "layers": ...}`` or ``{"error": text}``;
+    return None if MindFormers cannot be started.
+    """
     command = [sys.executable, "-m", "tools.check.build"]
     environ = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     with tempfile.TemporaryDirectory() as folder:
@@ -288,7 +294,9 @@ def main() -> None:
 
 
 def build(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of MindFormers' own TransformerConfig, and its layers [chunk][stage]; imports mindformers."""
+    """Return the fields of the TransformerConfig that MindFormers builds from a recipe, and its layers [chunk][stage];
+    this function imports mindformers.
+    """
     import copy
     import dataclasses
 

@@ -91,8 +91,8 @@ def check_recipe(
 
 
 def require_sound(recipe: Recipe, own_data: bool = True) -> None:
-    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong.
-    Without `own_data` the files of its data are not looked at, because a command trains on made-up data.
+    """Refuse a recipe that MindFormers would refuse or change, because results about such a recipe would be wrong. If
+    `own_data` is False, the recipe's data files are not checked, because the command trains on made-up data.
 
     Raises:
         RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
@@ -107,8 +107,8 @@ def require_sound(recipe: Recipe, own_data: bool = True) -> None:
 
 
 def require_sections(recipe: Recipe) -> None:
-    """Refuse a recipe only if it lacks a section or a key without which no training starts: a comparison of two runs
-    also accepts recipes with other errors.
+    """Refuse a recipe if it lacks a section or a key without which no training starts; all other errors are accepted,
+    so that recipes with errors can be compared, too.
 
     Raises:
         RecipeError: the first missing section or key, in one line, and how many more there are.
@@ -153,7 +153,9 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Return whether a file holds only a part of a recipe (recipes/base/), of which only keys can be checked."""
+    """Return whether a file holds only a part of a recipe (recipes/base/), so that only the keys that it has can be
+    checked.
+    """
     return Path(source).parent.name == "base"
 
 
@@ -171,8 +173,8 @@ def _sections(view: View, schema: Schema, found: Findings) -> None:
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
     """Return the sizes of the recipe as a table; return None if its model is invalid, and a table without stages if its
-    pipeline offset is invalid. The keys are in units (parameters, layers, tokens, FLOPs); lists have one value for each
-    pipeline stage.
+    pipeline offset is invalid. The keys of the table name units (parameters, layers, tokens, FLOPs); lists have one
+    value for each pipeline stage.
     """
     if view.get((*_MODEL, "model_type")) not in load_schema().trained:
         return None  # its sizes are those of another model

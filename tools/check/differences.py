@@ -1,6 +1,6 @@
 """This module notes in which cases MindFormers' results for a recipe differ from the results that a user may expect.
-The module writes only notes and no errors, because the recipe can be trained nevertheless. If a plugin changes these
-results, the note names it.
+The module writes only notes and no errors, because the recipe can be trained nevertheless. If a plugin gives the
+results that a user may expect, the note names this plugin.
 
 Each difference was shown by comparing the sharded graph on CPU processes with one process; docs/stock-differences.md
 has the numbers.
@@ -21,7 +21,9 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return why a `card.yaml` of the recipe or a base says not to train it; "" if none does."""
+    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; "" if none
+    does.
+    """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 

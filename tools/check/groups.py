@@ -16,8 +16,8 @@ SIZES = "1, 2, 4 or a multiple of 8"
 
 
 class Group(NamedTuple):
-    """A `Group` is a number of ranks at equal distances; `key` is the degree of `parallel_config` that makes it, or
-    `SHARD`.
+    """A `Group` is a communication group whose ranks lie at equal distances; `key` is the parallel degree in
+    `parallel_config` that leads to the group, or `SHARD`.
     """
 
     key: str
@@ -31,9 +31,9 @@ def splits_over(devices: int) -> bool:
 
 
 def refused_group(dp: int, cp: int, tp: int, ep: int = 1, shard: int = 0) -> Group | None:
-    """Return a group of a pipeline stage's ranks that MindSpore refuses on a host without an NPU, or None if it makes
-    all groups of these parallel degrees: of the ranks that divide a tensor, and of those that have copies of a weight
-    or of an expert.
+    """Return a communication group that MindSpore refuses on a host without an NPU, or None if it accepts all groups
+    that these parallel degrees need in a pipeline stage: the groups of ranks that divide a tensor, and the groups of
+    ranks that hold copies of a weight or of an expert.
 
     Tensor-parallel ranks are neighbours; an EP group is `ep` neighbours, and its experts' copies are `ep` ranks apart.
 

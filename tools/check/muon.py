@@ -62,9 +62,9 @@ def check_muon(view: View, built: Built, found: Findings) -> None:
 
 
 def check_averages(view: View, found: Findings) -> None:
-    """Report averages of PmaAdamW that would shrink the weights, which they replace every `fused_num` times.
-    MindFormers begins an exponential average at zero and does not correct it: n equal weights have the average 1 - (1 -
-    ema_alpha)^n of them.
+    """Report settings of PmaAdamW with which the averaged weights would be too small; each average of `fused_num`
+    states replaces the weights. MindFormers starts the exponential average at zero and does not correct this: the
+    average of n equal values w is (1 - (1 - ema_alpha)^n) w.
     """
     defaults = {"fused_algo": "ema", "ema_alpha": 0.2, "fused_num": 10}
     algorithm, alpha, count = (view.get(("optimizer", key), default) for key, default in defaults.items())

@@ -1,5 +1,5 @@
-"""This module holds the rules about the `plugins:` section: the settings that each plugin's reader refuses, and the
-settings that exclude each other.
+"""This module holds the rules about the `plugins:` section: settings that a plugin itself refuses, and settings of
+plugins that exclude each other.
 
 `check_dispatch` compares the collectives that the ranks of an EP group will call, before a launch, and finds out
 whether all of these calls come to an end.
@@ -240,7 +240,8 @@ _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each
 
 
 def check_dispatch(recipe: Recipe) -> None:
-    """Simulate one layer of `plugins.hierarchical_ep`, forward and backward, on all ranks of one EP group.
+    """Simulate the token dispatch of one MoE layer with `plugins.hierarchical_ep`, forward and backward, on all ranks
+    of one EP group.
 
     All EP groups of a run are equal except for the numbers of their ranks, so one group is enough. The routing is
     random: groups, operations and their order do not depend on it, and split lists must agree for any routing.

@@ -70,8 +70,8 @@ def newest_saved(root: Path) -> CheckpointInfo | None:
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the training step after which a checkpoint was saved, which the seals or, without seals, common.json say;
-    return None if neither says it.
+    """Return the training step after which a checkpoint was saved, read from its seals or, if it has none, from
+    common.json; return None if the step cannot be read.
     """
     try:
         if is_sealed(folder):
@@ -82,9 +82,9 @@ def saved_step(folder: Path) -> int | None:
 
 
 def carried(folder: Path) -> dict[str, Any]:
-    """Return the facts in a checkpoint's seals that also hold for a copy of the checkpoint in another layout: the
-    samples that its run had left out. (The number of the attempt that saved the checkpoint does not hold for the copy,
-    because another run numbers its own attempts.)
+    """Return the entries of a checkpoint's seals that also hold for a copy of the checkpoint in another layout: only
+    the list of samples that the run had left out. (The number of the attempt that saved the checkpoint does not hold
+    for the copy, because another run numbers its own attempts.)
     """
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 

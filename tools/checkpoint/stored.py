@@ -105,7 +105,7 @@ class Stored:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor whose layout the checkpoint's metadata.json lists. All slices of such a tensor must
+        """Return every tensor whose layout the checkpoint's metadata.json lists. All slices of each listed tensor must
         exist.
 
         Raises:

@@ -53,7 +53,8 @@ def align(
     keep: Path | None,
     as_json: bool,
 ) -> None:
-    """Find the first difference between RECIPE and a reference, as in the report's Figure 1.
+    """Find the first difference between RECIPE and a reference, stage by stage as in Figure 1 of the TeleChat3-MoE
+    report.
 
     There are six stages, all on CPU: configuration; forward of the first batch; every gradient; the first update of
     every weight; the losses of all steps; the recipe's own workers. The comparison stops at the first stage that fails

@@ -1,5 +1,5 @@
-"""This module compares two recipes in six stages, as Figure 1 of the report does (section 3.2.1), up to the first stage
-that fails: configuration, forward, backward, optimizer, training steps, more devices.
+"""This module compares two recipes in the six stages of Figure 1 of the TeleChat3-MoE report (configuration, forward,
+backward, optimizer, training steps, more devices), and stops after the first stage that fails.
 
 On the last stage each recipe trains with its own workers: data-parallel ones on data-parallel CPU workers; if a recipe
 splits its model, both run as MindSpore's sharded graph, in which every layout starts from the same weights.
@@ -58,8 +58,9 @@ MOST = 8  # rows of a failed stage that are printed
 def split_model(
     paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
 ) -> tuple[list[Recipe], str] | None:
-    """Return two recipes that train as a sharded graph on CPU, mini recipes with their parallel strategy for Ascend,
-    and how they differ from the given ones; None if neither splits its model over ranks.
+    """Return two recipes that train as MindSpore's sharded graph on CPU, and a sentence that says how they differ from
+    the given recipes; return None if neither given recipe splits its model over ranks. A recipe for Ascend is replaced
+    by its mini recipe with the same kinds of parallelism.
 
     A single recipe is compared with one process that runs the same graph. What MindFormers computes differently in
     other layouts is switched off on both sides (docs/stock-differences.md).
@@ -152,7 +153,9 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Comparison:
-    """A `Comparison` is the result of comparing two recipes; `about` says what ran, with software versions."""
+    """A `Comparison` is the result of comparing two recipes; `about` describes the training runs, with the software
+    versions.
+    """
 
     ours: str
     theirs: str
@@ -162,8 +165,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage failed, ALIGNED if a stage ran; otherwise SAME_NUMBERS if no setting differs
-        that could change a number, or NOT_COMPARED.
+        """Return NOT_ALIGNED if a stage failed, and ALIGNED if training runs were compared and no stage failed. If no
+        training ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED otherwise.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -174,7 +177,9 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Return whether no stage failed and everything required was compared; a stage may be left out."""
+        """Return whether no stage failed, and either trainings were compared or no setting differs that could change a
+        number.
+        """
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
@@ -183,7 +188,7 @@ class Comparison:
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as values for JSON, with a text such as "inf" for what is not finite."""
+        """Return the comparison as values for JSON; a number that is not finite becomes a text such as "inf"."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -209,8 +214,8 @@ class Wanted:
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
-    """Compare a recipe with its reference up to the first stage that fails; `say` is told of the progress. Raise
-    TC3Error for a wrong input; if a run fails, its stage fails.
+    """Compare a recipe with its reference, stage by stage, and stop after the first stage that fails; call `say` with
+    messages about the progress. A wrong input raises TC3Error; if a training run fails, its stage counts as failed.
     """
     comparison = Comparison(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
@@ -299,7 +304,9 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
 def compare_records(
     comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Compare two runs in stages 2 to 5, and stop after the first stage that fails."""
+    """Compare the records of two trainings in stages 2 to 5 (forward, backward, optimizer, training steps), and stop
+    after the first stage that fails.
+    """
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -314,7 +321,9 @@ def compare_records(
 
 
 def failed_text(row: Row) -> str:
-    """Return a line about a failed row: the error of a value, the number of differences, or two settings."""
+    """Return one line about a comparison that failed: the error with its tolerance, the number of differences, or the
+    two values of a setting.
+    """
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

@@ -1,5 +1,5 @@
-"""This module makes the first comparison of `tc3 accuracy align`: before any training runs, the module compares the
-configurations of two recipes key by key, and classifies the differences as the report does (section 3.2.1).
+"""This module is the first stage of `tc3 accuracy align`: before any training runs, it compares two recipes key by key,
+and classifies the differences as section 3.2.1 of the TeleChat3-MoE report does.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every difference of two flat recipes, those that must be equal first. Corpora are compared by content;
-    raise DataError if that of a recipe for CPU does not exist. That of a recipe for Ascend may be elsewhere: it is then
-    compared by its path.
+    """Return every key whose values differ in two flat recipes, the keys that must be equal first. The corpora of
+    recipes for CPU are compared by their content; raise DataError if such a corpus does not exist. A corpus of a recipe
+    for Ascend may be on another machine, so it is compared by its path if its files are not on this machine.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
     if _sums_gradients(ours) and _sums_gradients(theirs):
@@ -77,7 +77,9 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class of the report for a difference at this key path, such as "precision" or "layout"."""
+    """Return the class of settings to which a key path belongs, such as "precision" or "layout"; the classes are those
+    of the TeleChat3-MoE report.
+    """
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -115,8 +117,9 @@ def has_corpus(recipe: Mapping[str, Any]) -> bool:
 
 
 def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return the CRC-32 of a Megatron corpus's index, of the first 64 MiB of its tokens and of its tokenizer (""
-    without one), over all its prefixes, and the shares in which they are blended; raise DataError if it does not exist.
+    """Return four texts that identify a Megatron corpus, over all its path prefixes: the CRC-32 of the index, of the
+    first 64 MiB of the tokens and of the tokenizer ("" without one), and the shares in which the prefixes are blended;
+    raise DataError if a file does not exist.
 
     With equal checksums, `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later stage
     compares the batches themselves.

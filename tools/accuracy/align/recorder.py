@@ -21,7 +21,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` loads given weights into the model and records the values that are compared.
+    """An `AlignRecorder` is a callback that loads given weights into the model, and records the batches, module
+    outputs, weights and moments that `tc3 accuracy align` compares.
 
     Args:
         weights: an .npz file of parameters by MindFormers' names, all of which must exist; None: the model keeps its
@@ -45,7 +46,7 @@ class AlignRecorder(Callback):
                     parameters[name].set_data(Tensor(file[name]))
 
     def on_train_step_begin(self, run_context):
-        """Record the batch of the step, and before the first step the outputs of modules."""
+        """Record the batch of the step; before the first step, also record the outputs of all traced modules."""
         arguments = run_context.original_args()
         self._after_step(arguments)
         batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))

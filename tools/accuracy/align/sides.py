@@ -1,6 +1,6 @@
-"""This module prepares and runs the two trainings that `tc3 accuracy align` compares, one by MindFormers and one by the
-reference. The two are separate processes that exchange .npz files; a `Record` holds the results of one side, under the
-names of MindFormers or of the reference.
+"""This module prepares and runs the two trainings that `tc3 accuracy align` compares: one with MindFormers, and one
+with the reference. The trainings run in separate processes that exchange .npz files; a `Record` holds the results of
+one training, under MindFormers' or the reference's names of the weights.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds what one of the two compared trainings computed, as named arrays; `single` is the result of
-    `reference.train.single_steps` from the states of the other training.
+    """A `Record` holds the named arrays that one of the two compared trainings computed. In the reference's record,
+    `single` holds the training steps that `reference.train.single_steps` computed one by one from MindFormers' states.
     """
 
     trace: Arrays
@@ -64,7 +64,9 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return what `tools.accuracy.reference.run` has stored, with the weights and batches that it was given."""
+    """Return the record of the reference training, from the arrays that `tools.accuracy.reference.run` stored, and from
+    the weights and batches with which that training ran.
+    """
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -74,8 +76,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return what a MindFormers training recorded, by MindFormers' names. Gradients are those that the trainer used:
-    Adam's first moments after one step are (1 - beta1) times the clipped gradient.
+    """Return the record of a MindFormers training, under MindFormers' names. The gradients are the gradients before
+    clipping, computed from Adam's first moments, which are (1 - beta1) times the clipped gradients after one step.
     """
     steps = list(metrics)
     # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
@@ -131,8 +133,9 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in `path`, or its mini recipe if it is for Ascend, with overrides and the corpus `data`. A mini
-    recipe keeps its parallel strategy on `workers`, if they are given.
+    """Return the recipe in the file `path`, with the overrides applied, and with the corpus `data` if it is given. A
+    recipe for Ascend is replaced by its mini recipe for CPU, which keeps its kinds of parallelism if `workers` is
+    given.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     recipe = changed(recipe, overrides, data)
@@ -141,7 +144,9 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
 
 
 def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe with overrides applied, and with `data` in place of its corpus or list of corpora."""
+    """Return the recipe with overrides applied, and with the corpus `data`, if it is given, in place of the recipe's
+    own corpora.
+    """
     recipe = apply_overrides(recipe, overrides)
     if data:
         one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
@@ -155,8 +160,8 @@ def is_mini(path: Path) -> bool:
 
 
 def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return a copy of the recipe for one worker with the same global batch and `steps` steps; raise RecipeError if a
-    plugin changes the computation, or it reads other data than a Megatron corpus.
+    """Return a copy of the recipe that trains `steps` steps with the same global batch on one worker; raise RecipeError
+    if `plugins.group_aux_loss` is on, or if the recipe does not read a Megatron corpus.
     """
     view = View(recipe)
     refuse_other_data(recipe)
@@ -180,7 +185,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Return the recipe with only `steps` steps; its workers and learning-rate schedule stay."""
+    """Return a copy of the recipe that trains only `steps` steps, with unchanged workers and learning-rate schedule."""
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
@@ -189,7 +194,9 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of Hugging Face's model of a recipe; raise RecipeError for what it does not have."""
+    """Return the sizes with which Hugging Face's DeepseekV3 has the same model as the recipe; raise RecipeError if that
+    model cannot do what the recipe asks for.
+    """
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -214,7 +221,9 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the sections of a recipe that can change results, without those that `beside` names."""
+    """Return the recipe without the sections that cannot change numerical results, and without the sections in
+    `beside`.
+    """
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -222,11 +231,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that a compared training did not finish; the message has the end and name of its log."""
+    """This error means that a compared training did not finish; the message has the last lines and the path of its log
+    file.
+    """
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if `python` lacks torch or transformers; neither is imported, which would take long."""
+    """Raise ClusterError if the interpreter `python` does not find torch or transformers; the two packages are not
+    imported, because an import takes long.
+    """
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -243,7 +256,8 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe`, for one worker, from `weights` by MindFormers' names (None: its own), and return the record.
+    """Train `recipe` with MindFormers on one worker, and return its record. The training starts from `weights` (by
+    MindFormers' names), or from the recipe's own initial weights if `weights` is None.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed.
@@ -264,8 +278,9 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference from `weights` (Hugging Face's names) on recorded batches. With `other`, the MindFormers
-    training in these names, it also computes each step by itself from the state before it.
+    """Train the reference from `weights` (by Hugging Face's names) on recorded batches. If the record `other` of the
+    MindFormers training is given, the reference also computes each step separately, from MindFormers' state before this
+    step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})
@@ -287,7 +302,7 @@ def _states(record: Record) -> Arrays:
 
 
 def start(command: list[str], log: Path, run: Path) -> None:
-    """Run a training in a process of its own, with its output in `log`.
+    """Run a training as a separate process until it ends, and write its output to the file `log`.
 
     Raises:
         RecipeError: it refused its input. ClusterError: torch is missing. SideFailedError: it failed.

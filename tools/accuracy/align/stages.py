@@ -1,5 +1,6 @@
-"""This module defines the comparisons of each stage of `tc3 accuracy align`, and finds the first module, gradient or
-parameter group that differs in a failed stage (`explain_*`; report, section 3.2.1). It uses only NumPy.
+"""This module defines the comparisons in each stage of `tc3 accuracy align` (section 3.2.1 of the TeleChat3-MoE
+report); for a stage that failed, the functions `explain_*` find the first module, gradient or parameter group that
+differs. The module uses only NumPy.
 
 Each stage has a fixed tolerance. If the distance between two runs of the reference whose initial weights differ in the
 last bit exceeds it, rounding explains a difference, and the row is `undecided`, which is neither passed nor failed; so
@@ -46,7 +47,9 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether the error is within its tolerance, is undecided (rounding, `excuse`), or fails."""
+        """Return whether the comparison passed (the error is within its tolerance), is undecided (rounding, or the
+        reason in `detail`, may explain the error), or failed.
+        """
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
         if self.error <= self.tolerance:
@@ -55,18 +58,22 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` counts differences, of which even one is a failure."""
+        """Return whether `error` is a number of differences; a comparison of this kind fails if there is a single
+        difference.
+        """
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether the error is at most `FLOOR_FACTOR` times what rounding causes in the reference."""
+        """Return whether the error is at most `FLOOR_FACTOR` times the error that rounding causes in the reference."""
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Stage:
-    """A `Stage` holds the rows of a stage; `reason` says why it did not run, or what its failure means."""
+    """A `Stage` holds the comparisons (rows) of one stage of `tc3 accuracy align`; `reason` says why the stage did not
+    run, or what its failure means.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -75,7 +82,7 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """Return `state` if it is set (the stage was not run), and otherwise the worst status of its rows."""
+        """Return `state` if it is set (the stage was not run), and otherwise the worst status of its comparisons."""
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -83,7 +90,9 @@ class Stage:
 
     @property
     def worst(self) -> Row | None:
-        """Return the row with the stage's status that errs most relative to its tolerance; None without rows."""
+        """Return the comparison with the largest error relative to its tolerance, among those that have the status of
+        the stage; None if the stage has no comparisons.
+        """
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -140,8 +149,8 @@ def backward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare how much each weight changed in the first step with a learning rate above 0, relative to the size of the
-    change (stage 4).
+    """Compare the change of each weight in the first step whose learning rate is above 0; the error is relative to the
+    size of the change (stage 4).
 
     Adam divides a gradient by its own size: if the gradient of an element consists only of rounding errors, the element
     moves by a full step in either direction. A weight that differs only in its last place does not count as different:
@@ -250,7 +259,9 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return `relative` without the worst thousandth of the elements; below a thousand elements none is left out."""
+    """Return the same as `relative`, but without the thousandth of the elements that differ most; an array of fewer
+    than 1000 elements is compared whole.
+    """
     if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return float("inf")  # NaN would be among the worst, and left out
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
@@ -284,13 +295,17 @@ def _between(
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return a row for each traced module that both trainings recorded, in the given order."""
+    """Return a comparison (`Row`) of each traced module's output, for the modules in `order` that both trainings
+    recorded.
+    """
     both = [name for name in order if name in ours and name in theirs]
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
-    """Return which module's output differs first; `rope` dimensions at the end of a head are rotated."""
+    """Return a sentence about the first module whose output differs in the forward pass; RoPE rotates the last `rope`
+    dimensions of each attention head.
+    """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -312,7 +327,7 @@ def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> st
 
 
 def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
-    """Return which wrong gradient comes first in the backward pass, and how many are wrong."""
+    """Return a sentence about the wrong gradients: their number, and which of them the backward pass computes first."""
     bad = [row for row in stage.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
@@ -326,7 +341,9 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return whose update differs, and whether weight decay or the learning rate explains it."""
+    """Return a sentence about the weights whose updates differ, and whether weight decay or the learning rate explains
+    the difference.
+    """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -348,7 +365,9 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return which step's loss differs first, by how much, and what that usually means."""
+    """Return a sentence about the first step whose loss differs: by how much it differs, and what such a difference
+    usually means.
+    """
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

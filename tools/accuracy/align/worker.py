@@ -1,5 +1,5 @@
-"""This module is the training process that `tc3 accuracy align` starts: it runs `launch/train.py` with one more plugin,
-which records the values to compare.
+"""This module is the training process that `tc3 accuracy align` starts: it runs `launch/train.py` with an additional
+plugin that records the values to compare.
 """
 
 from __future__ import annotations

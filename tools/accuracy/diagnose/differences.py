@@ -1,5 +1,6 @@
-"""This module finds where two runs first differ, or where one run breaks a law, which is a relation that holds in every
-correct run (`laws`), from the records that `evidence.read_side` has read.
+"""This module finds where two runs first differ, from the records that `evidence.read_side` has read. From the records
+of a single run, it finds the first law that the run breaks; a law is a relation that holds in every correct run
+(`laws`).
 
 The stages are compared in the order in which a difference arises (`STAGES`). `diagnose` makes all findings and sorts
 them by step and stage; the first stage with a difference above rounding is the verdict, and later differences are
@@ -75,8 +76,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the first step and stage with a difference that is larger than rounding; if rounding
-        explains all differences, return the findings at the first step and stage.
+        """Return the findings at the earliest step and stage where a difference is larger than rounding; if rounding
+        explains all differences, return the findings at the earliest step and stage.
 
         Another order of summation may change the last bits at an earlier stage than a fault does, but it does not
         explain a larger difference.
@@ -107,7 +108,9 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run or two; raise OtherModelError if their models have other sizes."""
+    """Return the verdict on one run, or on the differences between two runs; raise OtherModelError if the models of the
+    two runs have different sizes.
+    """
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
@@ -253,7 +256,9 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_gaps(self) -> None:
-        """Add to each run's gaps tensors that not all ranks recorded, and names that only the other run has."""
+        """Add to the gaps of each run the tensors that only some of its ranks recorded, and the names that only the
+        other run recorded.
+        """
         found = []
         for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
@@ -459,7 +464,9 @@ def _finite(norm: float | None) -> bool:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the one ratio of all pairs (second / first) if it is not 1; otherwise return None."""
+    """Return the ratio (second / first) of the pairs if it is the same for all pairs and is not 1; otherwise return
+    None.
+    """
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

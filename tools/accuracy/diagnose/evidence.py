@@ -30,13 +30,17 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """A `State` holds the tensor statistics that all ranks recorded in one training step, or at a start of the run."""
+    """A `State` holds the tensor statistics that all ranks recorded in one training step, or when the run started or
+    was resumed.
+    """
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return name -> tensor, put together of the ranks' parts: rank -> name -> (whole shape, offset)."""
+        """Return a dictionary name -> tensor, combined from the parts on all ranks; `parts` maps rank -> name -> (shape
+        of the whole tensor, offset of the rank's part).
+        """
         found: dict[str, Tensor] = {}
         listed = {name for ours in parts.values() for name in ours}
         for rank, line in sorted(self.lines.items()):
@@ -54,7 +58,9 @@ class State:
 
 @dataclass
 class Tensor:
-    """A `Tensor` holds what all ranks recorded of a tensor: offset of a part -> rank -> (digest, sum of squares)."""
+    """A `Tensor` holds the statistics that all ranks recorded of one tensor: offset of a part -> rank -> (digest, sum
+    of squares).
+    """
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
@@ -99,7 +105,7 @@ class Tensor:
 
 @dataclass
 class Side:
-    """A `Side` holds everything that one of the compared runs recorded."""
+    """A `Side` holds all records of one of the runs that `tc3 accuracy diagnose` compares."""
 
     name: str
     recipe: Recipe
@@ -121,7 +127,7 @@ class Side:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Return the settings of the built model and optimizer that the first start recorded."""
+        """Return the settings of the built model and optimizer, as recorded when the run started."""
         return next((line.get("effective") or {} for start in self.starts for line in start.lines.values()), {})
 
     @property
@@ -132,7 +138,9 @@ class Side:
 
     @property
     def unmoved(self) -> State | None:
-        """Return the weights at the start, from the record of step 1; None if step 1 had a learning rate."""
+        """Return the initial weights, if they can be read from the record of step 1: this is so if the learning rate of
+        step 1 was 0, so that the step left the weights unchanged; otherwise return None.
+        """
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
         kept = State(0)
@@ -142,7 +150,9 @@ class Side:
         return kept
 
     def modules(self, step: int) -> dict[str, list[Any]]:
-        """Return the sketch of each module's output in a step, in forward order; {} if not recorded."""
+        """Return the sketch (a digest and a few projections) of each module's output in a step, in forward order; {} if
+        the step has no such record.
+        """
         lines = self.states[step].lines.values() if step in self.states else ()
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
@@ -154,7 +164,9 @@ class Side:
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return for each column of a step's batch the pairs (digest of the sample, digest of the column)."""
+        """Return for each column of a step's batch, such as `labels`, the pairs (digest of a sample, digest of the
+        sample's entry in this column).
+        """
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -165,7 +177,9 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, recorded update) of a step; of copies only the first rank's."""
+        """Yield (weight, rank, recorded update) for each part of a weight in a step; if several ranks hold copies of a
+        part, only the update on the first of these ranks.
+        """
         state, parts, seen = self.states[step], self.parts, set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
@@ -203,8 +217,8 @@ def _trained(name: str) -> str:
 
 
 def read_side(folder: Path) -> Side:
-    """Return everything that a run has recorded; raise DataError if it is no run, has no step, or a rank's record is
-    missing or damaged.
+    """Return all records of the run in `folder`; raise DataError if this is not the folder of a run, if no step was
+    recorded, or if the record of a rank is missing or damaged.
     """
     file = folder / "recipe.yaml"
     if not file.is_file():

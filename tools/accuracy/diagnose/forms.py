@@ -1,5 +1,5 @@
-"""This module says which form each line of a run's records has: its keys and the types of their values. `tc3 accuracy
-diagnose` computes only with lines of these forms.
+"""This module defines the form of each line in the records of a run: its keys and the types of their values. `tc3
+accuracy diagnose` refuses records whose lines have another form.
 
 A key that this module does not know is ignored, because a later version may write more.
 """
@@ -23,7 +23,9 @@ _SHORT = 40  # characters of a wrong value that a message shows
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` describes a value: `words` says what is right, `inner` yields (name, value, form) of what is inside."""
+    """A `Form` describes the valid values of a key in a recorded line: `words` describes a valid value in error
+    messages, and `inner` yields (name, value, form) for each value inside a list or an object.
+    """
 
     words: str
     holds: Callable[[Any], bool]
@@ -145,14 +147,18 @@ END_OF_STATE = {"step": _STEP, "end": _TRUE, "state": _STATE, "modules": _MODULE
 
 
 def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, number: int) -> None:
-    """Raise DataError, with file, line and key, for a value of a type that no run writes."""
+    """Raise DataError if a recorded line holds a value of a wrong type; the message names the file, the line and the
+    key.
+    """
     for name, each in form.items():
         if name in record and (wrong := _wrong(record[name], each)):
             raise DataError(f"{file}: line {number}: {name}{wrong[0]} {wrong[1]}; {_MEND}")
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError for a router with another number of experts than in earlier lines, which `known` has."""
+    """Raise DataError if a line records another number of experts for a router than earlier lines do; `known` holds the
+    number of experts of each router.
+    """
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):

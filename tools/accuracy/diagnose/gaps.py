@@ -33,7 +33,7 @@ Line = Mapping[str, Any]
 
 
 class Side(Protocol):
-    """A `Side` has those attributes of `evidence.Side` in which a gap can be found."""
+    """A `Side` holds those attributes of `evidence.Side` (the records of one run) in which a gap can be found."""
 
     recipe: Recipe
     steps: dict[int, dict[str, Any]]
@@ -47,8 +47,8 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove what not all ranks recorded, and return a sentence for each such gap; `headers` holds by rank the first
-    lines of the parts of its metrics.
+    """Remove records that only some ranks have from `side`, and return one sentence for each gap in the records;
+    `headers` holds for each rank the first line of each part of its metrics file.
     """
     return [
         *_steps(side),
@@ -194,7 +194,9 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return the steps in words, with the verb in the right number; of many, how many, and the first."""
+    """Return the numbers of steps as text, such as "steps 3 to 7 are"; if there are many, the text holds only their
+    count and the first of them. The argument `verb` gives the verb for one step and for several steps.
+    """
     found = sorted(steps)
     one, _, many = verb.partition("|")
     if len(found) == 1:
@@ -288,8 +290,9 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Yield (0 for run A or 1 for B, sentence) for each line that lacks names which the same line of the other run, of
-    the same configuration and layout, has. States after a skipped step are not compared: they have no updates.
+    """Compare the lines that two runs of the same configuration and layout recorded, and yield (0 for run `a` or 1 for
+    run `b`, sentence) for each line that lacks names which the same line of the other run has. Recorded states after a
+    skipped step are not compared, because such a step has no updates.
     """
     for step in sorted(a.steps.keys() & b.steps.keys()):
         yield from _other(_known(a.steps[step]), _known(b.steps[step]), f"the metrics of step {step} lack")

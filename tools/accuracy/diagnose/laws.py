@@ -1,5 +1,5 @@
-"""This module checks the records of one run against laws, which are relations that hold in every correct run, and
-defines findings and the stages in which two runs are compared.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run. The
+module also defines findings (recorded differences), and the stages in which two runs are compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _FAR = 100  # times Adam's epsilon or rounding; beyond it neither can keep a wei
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a difference between two runs, or a law that the run `side` breaks. If it is `late`, it was found
-    only after the last step, so any earlier step may have caused it.
+    """A `Finding` is a difference between two runs, or a law that the run `side` breaks. If `late` is true, the finding
+    was made only after the last step, so any earlier step may be its cause.
     """
 
     step: int
@@ -66,12 +66,14 @@ class Finding:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key to sort by: step, then stage, then the most severe first."""
+        """Return the key by which findings are sorted: by step, then by stage, then by error with the largest error
+        first.
+        """
         return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
-    """Yield a finding for each law that a run breaks, of all laws that need no second run."""
+    """Yield a finding for each law (relation that holds in every correct run) that the records of a run break."""
     for start in side.starts:
         if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
             yield from _copies_law(side, start, RESUME if start.step else START)
@@ -204,7 +206,9 @@ def _finite_law(side: Side, state: State) -> Iterator[Finding]:
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding unless clipped gradients have the global norm, or the clipping limit if that is smaller."""
+    """Yield a finding unless the norm of all clipped gradients is equal to the logged global norm, or to the clipping
+    limit if the limit is smaller.
+    """
     record, view = side.steps.get(step, {}), View(side.recipe)
     model = side.recipe["model"]["model_config"]
     mtp = model.get("num_nextn_predict_layers") or model.get("mtp_num_layers")
@@ -346,15 +350,15 @@ def limit_of(side: Side) -> float:
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor (at most 1) by which clipping scaled a step's gradients; 1 if it would be 0, because the
-    gradients before clipping are then unknown.
+    """Return the factor (at most 1) by which clipping multiplied the gradients of a step. If the clipping factor is 0,
+    return 1, because the gradients before clipping then cannot be computed from the clipped gradients.
     """
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
 
 def undefined_of(side: Side) -> tuple[str, ...]:
-    """Return the parts of the loss that MindFormers logs as NaN (0 / 0) in a right training."""
+    """Return the parts of the loss that MindFormers logs as NaN (0 / 0) even if the training is correct."""
     model, view = side.recipe["model"]["model_config"], View(side.recipe)
     layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
     trained = model.get("moe_aux_loss_coeff") or 0.0 if layers is None or dense < layers else 0.0
@@ -362,7 +366,9 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor is a trained weight (`weight1` of experts, `hc_fn` of streams) or its moment."""
+    """Return whether a tensor of this name is a trained weight, or an optimizer moment of one; such a name ends like
+    `weight`, `weight1` (of experts) or `hc_fn` (of residual streams).
+    """
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
@@ -375,7 +381,9 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the module of a recorded output: layers after the decoder's are MTP's, queries are attention's."""
+    """Return the name of the module to which a recorded output belongs: layers after the last decoder layer are MTP
+    layers, and queries, keys and values belong to the module `attention`.
+    """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:
         words = ["mtp", "layers", str(int(words[1]) - layers), *words[2:]]
@@ -393,7 +401,9 @@ def far(one: float, two: float) -> float:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return how many times the second number is as large, as "2 times" or "1/2 times", whole where nearly so."""
+    """Return the ratio of the second number to the first as text, such as "2 times" or "1/2 times"; ratios near a whole
+    number are rounded to it.
+    """
     factor = two / one if one else math.inf
     if not math.isfinite(factor):
         return f"{factor:.6g} times"

@@ -36,7 +36,7 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that a correct run records once its model is built, as far as the recipe has them."""
+    """Return the settings of model and optimizer that a correct run of this recipe records after its model is built."""
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -52,7 +52,9 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate at which routers' biases move; it is 0 with adapters (plugins.lora)."""
+    """Return the rate at which the routers' biases are updated; it is 0 if the recipe trains only LoRA adapters
+    (plugins.lora).
+    """
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
 
@@ -77,9 +79,9 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (a step, module -> its output as NumPy computes it, router -> tokens at a tie, ""), or (0, {}, {}, why
-    not). The file `kept_in` holds weights and batch of the first recorded step since the last resume, or of the
-    `END`.
+    """Return (step, module -> its output computed in NumPy, router -> number of tokens whose expert scores are tied,
+    ""); if nothing can be computed, return (0, {}, {}, reason). The file `kept_in` holds the weights and the batch of
+    this step, which is the first recorded step since the last resume or, for the file `END`, the last step.
     """
     file = side.folder / kept_in
     if not file.is_file():

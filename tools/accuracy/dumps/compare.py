@@ -1,5 +1,7 @@
-"""This module compares two dumps tensor by tensor by Table 2, in the order of execution, and names the usual cause of
-the earliest difference (report, section 3.2.1), because all later ones may follow from it. Within a step the order is
+"""This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
+TeleChat3-MoE report. The module names the usual cause of the earliest difference, because all later differences may
+follow from the earliest one. In each step, the weights are compared first, then the batch, the forward pass and the
+backward pass.
 
     weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
     the batch     what arrives at the outermost cell
@@ -39,7 +41,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return the first finding of each phase; of several ranks the one with the earliest place in its order."""
+    """Return for each phase (forward, backward, weights, state) the earliest finding: the earliest step, in it the
+    earliest call, and in it the lowest rank.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -80,7 +84,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return which call or update computed the tensor of a row, as far as the dump shows it."""
+    """Return a text about the call or update that computed a tensor, as far as the dump shows it."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -216,7 +220,7 @@ class Report:
 
     @cached_property
     def findings(self) -> list[Row]:
-        """Return the rows of all tensors that did not pass the comparison."""
+        """Return the judgements (rows) of all tensors that did not pass the comparison."""
         return [row for row in self.rows if row.kind]
 
     @property
@@ -226,7 +230,7 @@ class Report:
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """Return the first finding of each phase (forward, backward, weights, state), as `first_findings` does."""
+        """Return the earliest finding of each phase (forward, backward, weights, state), as `first_findings` does."""
         return first_findings(self.findings)
 
     def summary(self) -> str:
@@ -237,7 +241,9 @@ class Report:
         return text + (f": {kinds}" if kinds else "")
 
     def notes(self) -> list[str]:
-        """Return sentences about the limits of the comparison, such as tensors that were judged by statistics only."""
+        """Return sentences about the limits of the comparison, for example that some tensors were judged only by
+        statistics.
+        """
         found = []
         weak = sum(row.by == "statistics" for row in self.rows)
         if weak and self.task == "statistics":
@@ -279,7 +285,9 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return what the earliest finding usually means (`meaning`)."""
+        """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
+        for its cause.
+        """
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:

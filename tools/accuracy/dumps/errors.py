@@ -1,4 +1,4 @@
-"""This module measures how far a dumped tensor is from the golden tensor.
+"""This module measures the error of a dumped tensor relative to the same tensor of the golden dump.
 
 **First measure: the error of a tensor**, computed chunk by chunk, so that no tensor is held in memory as a whole.
 
@@ -71,8 +71,9 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor that scales a whole .npy file, if its distance from 1 is over the tolerance. The files are read
-    again only if the factor from `Measured.sums` is over the floor.
+    """Return the factor by which all values of one .npy file differ from those of the other file; return None if its
+    distance from 1 is within the tolerance. The files are read again only if the factor that follows from
+    `Measured.sums` is over the smallest tolerance.
     """
     floor, sigmas = systematic(dtype)
     error = distance(sums)
@@ -83,7 +84,9 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return how far 1 is from the interval of the common factor, from the sums of want^2, want d and d^2."""
+    """Return the distance between 1 and the interval in which the common factor of two tensors lies; `sums` holds the
+    sums of want^2, want d and d^2, where d is the difference got - want.
+    """
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -92,7 +95,9 @@ def distance(sums: tuple[float, float, float]) -> float:
 
 
 def deviation(golden: Path, bench: Path) -> float:
-    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two .npy files, over values that are finite in both."""
+    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two .npy files, where want holds the golden values and d the
+    differences; values that are not finite in both files are left out.
+    """
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -122,8 +127,8 @@ class Measured:
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
-    """Compare two .npy files of one shape; `smallest` is the smallest normal number of their type. Raise DataError for
-    a missing or broken file.
+    """Compare the values of two .npy files whose arrays have the same shape; `smallest` is the smallest normal number
+    of the compared data type. Raise DataError if a file is missing or broken.
     """
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
@@ -212,7 +217,9 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the largest relative difference of statistics; inf if one is not finite and they differ."""
+    """Return the largest relative difference between the dumped statistics (max, min, mean, L2 norm) of a tensor; inf
+    if a statistic differs and is not finite.
+    """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -229,7 +236,9 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between two L2 norms if it is over its tolerance; `tolerance` is that of elements."""
+    """Return the factor between the L2 norms of a tensor in two dumps; return None if the factor's distance from 1 is
+    within the tolerance, which follows from `tolerance`, the tolerance of single elements.
+    """
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

@@ -68,7 +68,9 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key that pairs calls of two dumps; frameworks name classes differently, so it has none."""
+        """Return the key by which calls of two dumps are paired: kind, path, phase and number of the call. The key
+        contains no class name, because frameworks name their classes differently.
+        """
         return self.kind, self.path, self.phase, self.call
 
     @property
@@ -78,8 +80,8 @@ class Name:
 
 
 def parse(text: str) -> Name:
-    """Read `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or `Functional.NAME.N.backward`; raise
-    ValueError for any other key.
+    """Split a key of dump.json, such as `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or
+    `Functional.NAME.N.backward`, into its parts; raise ValueError for a key of another form.
     """
     parts = text.split(".")
     marks = (FORWARD, BACKWARD, GRADIENT)
@@ -98,8 +100,9 @@ def parse(text: str) -> Name:
 
 
 class NpyFile:
-    """A `NpyFile` is one open array, and a context manager that closes it; `chunks` yields its values. Raise DataError
-    if it is missing, broken, or shorter than its header says.
+    """An `NpyFile` is an open .npy file whose values `chunks` yields; as a context manager it closes the file. The
+    constructor raises DataError if the file is missing or is no .npy file, and `chunks` if it is shorter than its
+    header says.
     """
 
     def __init__(self, path: Path):
@@ -156,8 +159,8 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield tuples of flat pieces of up to four files of equal size, as views of buffers that this thread uses
-    again.
+    """Yield tuples that hold a piece of each of up to four .npy files with the same number of values; the pieces are
+    flat views of buffers, which the next tuple overwrites.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
@@ -179,7 +182,9 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """Return a parameter's name within its cell, also of its gradient (`weight.0`)."""
+        """Return the name of a parameter within its cell; for the gradient of a parameter (such as `weight.0`), return
+        the name of this parameter.
+        """
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
@@ -209,8 +214,8 @@ def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def kernel_entries(rank: Path, step: int) -> list[Entry]:
-    """Return the dumped kernels of a step in the order in which they ran; raise DataError for a broken file, or a name
-    that is not of MindSpore's form.
+    """Return the dumped kernels of a step in the order in which they ran; raise DataError if a file is broken, or if
+    its name is not one that MindSpore gives to a dumped kernel.
     """
     found = [file for folder in sorted(rank.glob(f"Net/*/{step}")) for file in _kernel_files(folder)]
     found.sort(key=lambda file: file[0])
@@ -276,7 +281,9 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return the weights before a step of one rank, and then its calls in the order in which they ended."""
+        """Return for one step and rank the weights before the step, and then the dumped calls in the order in which
+        they ended.
+        """
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
@@ -285,7 +292,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Return the dump in a folder; raise DataError if it is none, or not a complete one."""
+    """Return the dump in `folder`; raise DataError if this folder does not hold a complete dump."""
     if not folder.is_dir():
         if folder.exists():
             raise DataError(

@@ -36,7 +36,9 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an <svg> plot of one phase: the logarithm of each error, tolerances, layers and steps."""
+    """Return an <svg> plot of one phase (such as forward), with the logarithm of each tensor's error, the tolerances,
+    the layers and the steps.
+    """
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
@@ -183,7 +185,9 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write compare.json, rows.csv and, if `page` is set, compare.html; without it, an older page is removed."""
+    """Write the comparison into compare.json and rows.csv, and into compare.html if `page` is set; if `page` is not
+    set, remove an older compare.html.
+    """
     files = [out / "compare.json", out / "rows.csv"]
     write_atomically(files[0], json.dumps(report.as_json(), indent=1))
     with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:

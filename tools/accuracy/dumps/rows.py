@@ -48,7 +48,9 @@ _BITS = re.compile(r"b?(float|int|uint)(\d+)$")  # the kind and the bits of a ty
 
 
 class Counter:
-    """A `Counter` computes how many terms an element of each tensor sums, from a step's calls in the golden dump."""
+    """A `Counter` computes from the golden dump's calls in one step how many terms are summed in each element of a
+    tensor.
+    """
 
     def __init__(self, entries: list[Entry]):
         own: dict[str, tuple[int, int, int]] = {}
@@ -67,7 +69,9 @@ class Counter:
                     self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
-        """Return the accumulation count of one tensor of a call."""
+        """Return the accumulation count of a tensor of a call: the number of terms that are summed in each of its
+        elements.
+        """
         forward, backward, gradient = self._counts.get(_place(entry), (DEFAULT,) * 3)
         if entry.name.phase == GRADIENT:
             return gradient
@@ -129,8 +133,8 @@ def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...
 
 
 class Trained:
-    """A `Trained` knows from the calls of both dumps which parameters a gradient trains; `known` is false if the dumps
-    do not show it, as those of forward passes.
+    """A `Trained` says which parameters are trained (have a gradient), according to the calls in both dumps; `known` is
+    false if the dumps do not show this, such as dumps of forward passes only.
     """
 
     def __init__(self, entries: Iterable[Entry]):
@@ -145,7 +149,9 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a gradient trains a parameter; True if the dumps do not show this for any."""
+        """Return whether a parameter is trained (has a gradient); return True if the dumps do not show which parameters
+        are trained.
+        """
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -173,7 +179,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` holds one tensor as the two dumps have it; the entry of a dump that lacks the tensor is None."""
+    """A `Pair` holds the two dumps' entries for one tensor; the entry is None for a dump that lacks the tensor."""
 
     step: int
     rank: int
@@ -184,14 +190,18 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the call and tensor of the golden dump, or of the other dump if it has none."""
+        """Return the call and the tensor in the golden dump; if the golden dump lacks them, return those in the other
+        dump.
+        """
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor of a step, in GOLDEN's order, with BENCH's own tensors where they were made."""
+    """Yield a pair for each tensor of a step, in the order of the golden dump's calls; tensors of calls that only the
+    other dump has are yielded after the common call before them.
+    """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
         if want is None or got is None:
@@ -225,7 +235,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the judgement of a pair; None for plain values that agree."""
+    """Return the judgement of one tensor or plain value in two dumps; return None for plain values that are equal."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -252,7 +262,9 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the pass that computes a tensor, "weights" for a trained parameter, "state" for any other."""
+    """Return the phase of a dumped tensor: "weights" for a trained parameter, "state" for any other parameter, and
+    otherwise the pass ("forward" or "backward") in which the tensor was dumped.
+    """
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
@@ -272,7 +284,9 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the 16-bit type of a tensor in either dump, or "float32", as a column of Table 2."""
+    """Return the data type by whose tolerances a tensor is judged: its 16-bit type if it has one in either dump,
+    otherwise "float32".
+    """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

@@ -1,5 +1,5 @@
-"""This module checks whether the optimizer made the same updates in two dumped runs: a wrong update is too small to be
-seen in the weights themselves, which a step changes by a thousandth or less.
+"""This module checks whether the optimizer made the same updates in two dumped runs. The weights themselves do not show
+a wrong update, because a step changes a weight by a thousandth of its size or less.
 
 **From dumped values**, let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step,
 with L2 norms over the parameter. Two conditions are checked:
@@ -77,7 +77,7 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Seen` compares one weight's update in two dumps of statistics, as far as these determine it."""
+    """A `Seen` is the result of comparing one weight's update in two dumps that hold only statistics of the weight."""
 
     error: float = 0.0  # of the worst statistic, relative to the change that an update of this size can cause
     allowed: float = 0.0
@@ -89,7 +89,9 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return the least that the largest step of an element can be, from the moves of statistics; 0 without."""
+    """Return a lower bound on the largest change of a weight's element in an update, computed from the changes of the
+    weight's statistics; return 0 if the dump has no statistics.
+    """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -177,7 +179,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts the judged updates, and by their reason those that could not be judged."""
+    """An `Updates` counts the weight updates that were judged, and, by reason, the updates that could not be judged."""
 
     judged: int = 0  # the number of judged updates
     exact: int = 0  # the number of updates that were judged from all values
@@ -186,7 +188,9 @@ class Updates:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return the rows of `pairs` (steps ascend) with each wrong update marked, and what was judged."""
+    """Return the judgements `rows` of the tensors `pairs` (ordered by step) with each wrong weight update marked, and
+    the numbers of judged updates.
+    """
     rows, updates = list(rows), Updates()
     steps = _steps(pairs, rows)
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
@@ -303,8 +307,8 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """A `Moved` compares one weight's update in two dumps, from all values; all but `update`, `weight`, `grown` and
-    `longer` is relative to the norm |u| of the golden update u.
+    """A `Moved` compares one weight's update in two dumps, from all values of the weight. The fields `error`, `steady`,
+    `along` and `by_chance` are relative to the L2 norm |u| of the update u in the golden dump.
     """
 
     update: float  # |u|
@@ -318,8 +322,8 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare the updates of one weight, from the files of the weight before and after, of one shape, in both runs.
-    Relative values are inf if only the second run has moved the weight.
+    """Compare the updates of one weight in two runs, from the four files that hold the weight before and after the step
+    in each run. The relative errors are inf if only the second run changed the weight.
     """
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d

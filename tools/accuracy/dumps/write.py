@@ -1,6 +1,7 @@
 """This module writes a dump of tensors. `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete
-= false and again when everything is on disk. msprobe (the distribution mindstudio-probe) writes the calls of each step;
-this module writes, in the same layout, the weights after the last step, and at L1 and L2 those before each step.
+= false, and again with complete = true when all files are on disk. msprobe (the distribution mindstudio-probe) writes
+the calls of each step; this module writes the weights after the last step, and at msprobe's levels L1 and L2 also the
+weights before each step.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Write, at once or not at all, a file that says that the folder is a dump, and whether it is complete."""
+    """Write atomically the file `tc3_dump.json`, which marks a folder as a dump and says whether it is complete."""
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return what `mark` has written into a dump; None for a dump of msprobe alone. Raise DataError if it was
-    changed.
+    """Return the content of a dump's `tc3_dump.json`, or None if msprobe made the dump without `tc3 accuracy dump`.
+    Raise DataError if `tc3_dump.json` is damaged.
     """
     file = folder / MARKER
     if not file.exists():
@@ -59,7 +60,9 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump has lost steps or ranks: two dumps that lack the same would seem equal."""
+    """Raise DataError if steps or ranks are missing from a dump, because two dumps that lack the same ranks would seem
+    equal.
+    """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -75,8 +78,9 @@ def refuse_parts(
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`, at an msprobe `level` (L0 cells, L1 functions,
-    mix both, L2 kernels); the `task` "tensor" also writes values. Each rank has a configuration file of its own.
+    """Return an msprobe `PrecisionDebugger` for one rank, which writes into `folder/stepN/rankM/`. The `level` is L0
+    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" it also writes all values. Each rank
+    gets its own configuration file for msprobe.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
@@ -91,8 +95,8 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 
 
 def use_numpy_statistics() -> None:
-    """Make msprobe (mindstudio-probe 26.2.0) compute statistics with NumPy, because `mint.norm` has no CPU kernel;
-    results differ only because sums are in float64.
+    """Make msprobe (mindstudio-probe 26.2.0) compute statistics with NumPy, because `mint.norm` has no CPU kernel; the
+    results differ from msprobe's only because sums are computed in float64.
     """
     import mindspore as ms
     from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
@@ -110,7 +114,9 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return max, min, mean and L2 norm of an array; of booleans max and min, of an empty array nothing."""
+    """Return max, min, mean and L2 norm of an array of numbers, max and min of an array of booleans, and an empty tuple
+    for an empty array.
+    """
     if not values.size:
         return ()
     if values.dtype == np.bool_:
@@ -120,9 +126,10 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 
 
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
-    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`), under msprobe's keys at L0,
-    bfloat16 as float32, and whether a gradient trains each (counters, biases and caches are parameters, too). Weights
-    that do not exist before the graph of several devices is compiled are left out.
+    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout: statistics,
+    values (bfloat16 as float32), and whether each parameter is trained, because counters, biases and caches are
+    parameters, too. MindSpore creates some weights only when it compiles a graph for several devices; weights that do
+    not exist yet are left out.
     """
     import mindspore as ms
 

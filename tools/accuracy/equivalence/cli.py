@@ -87,7 +87,7 @@ def equivalence_command(
     page: Path | None,
     list_only: bool,
 ) -> None:
-    """Verify that RECIPE trains the same under every parallel strategy (report, section 3.2.2).
+    """Verify that RECIPE trains the same under every parallel strategy (section 3.2.2 of the TeleChat3-MoE report).
 
     Each strategy starts from the same weights and reads the same made-up data as the training on one worker. Strategies
     that MindFormers can train on CPU with data parallelism are trained, and compared by losses, gradient norms and

@@ -91,7 +91,9 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences of a sharded training from one process, in order, with known ones apart."""
+    """Return the differences between a sharded training and a training of the same graph in one process, in the order
+    in which they arise; differences with a known cause are listed separately.
+    """
     if other := other_length(run, reference):
         return other
     moves = list(_moves(run, reference))
@@ -222,12 +224,14 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded trainings of one recipe, each of which is trained once."""
+    """An `ExecutedRuns` holds the sharded trainings of one recipe, each of which runs only once."""
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Train a layout and its one process, each once, and compare them; raise RunFailedError if one fails."""
+        """Train a layout, and the same model in one process, unless they were trained before, and compare the two
+        trainings; raise RunFailedError if one of them fails.
+        """
         reference = self._run(sharding.against, sharding.alone)
         return compare_executed(self._run(name, sharding), reference, sharding)
 
@@ -240,8 +244,9 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe of `derive_sharded`, return what its checkpoints and metrics hold, and delete the checkpoints. The
-    last rank records the norm of the gradient of the weight `noted`, because no checkpoint holds its copy.
+    """Train a recipe that `derive_sharded` has made, return the results that its checkpoints and metrics hold, and
+    delete the checkpoints. If `noted` is the name of a weight, the last rank also records the norm of its own gradient
+    of this weight, because no checkpoint holds that gradient.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -319,8 +324,8 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return ``{name of a router's bias: {rank: its copy}}`` of ranks that have the router, as its weight shows: a
-    checkpoint's metadata do not list biases.
+    """Return ``{name of a router's bias: {rank: its copy}}`` for the ranks that have the router. Whether a rank has a
+    router follows from the router's weight, because the metadata of a checkpoint do not list biases.
     """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}

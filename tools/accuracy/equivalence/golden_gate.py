@@ -1,6 +1,7 @@
-"""This module compares new trainings with golden numbers, which are committed as `tests/golden/NAME.json`; a commit
-that changes them explains why. Losses and norms are compared by Table 2, because processors add up in different orders;
-a digest of the samples in their order must be the same.
+"""This module compares new trainings with golden numbers, which are committed as `tests/golden/NAME.json`; the message
+of a commit that changes golden numbers says why. Losses and norms are compared by the tolerances of Table 2 of the
+TeleChat3-MoE report, because processors sum in different orders; the digest of the samples in their order must be
+equal.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ def golden_file(folder: Path, recipe: str) -> Path:
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return the name of a recipe in a golden file: relative to this checkout, or else to the file's folder."""
+    """Return the name under which a golden file records a recipe: its path relative to this checkout or, outside of the
+    checkout, relative to the golden file's folder.
+    """
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe to which a golden file belongs, which two recipes of one name in folders of one name share; ""
-    if it is the given one. Raise DataError for another file.
+    """Return the other recipe to which a golden file already belongs, or "" if it belongs to the given recipe: recipes
+    with the same file name in folders of the same name share a golden file. Raise DataError if the file does not hold
+    golden numbers.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -48,7 +52,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """Return those numbers of a training that a golden file stores."""
+    """Return the numbers of a training that are stored in a golden file."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
@@ -67,8 +71,8 @@ def rounded(value: float) -> float:
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the numbers of `runs` (name -> `numbers_of`) beside those of other runs; raise DataError if one is not
-    finite.
+    """Write the numbers of `runs` (name -> result of `numbers_of`) into a golden file, and keep its numbers of other
+    runs; raise DataError if a number is not finite.
     """
     for name, run in runs.items():
         for where, value in _numbers(run):
@@ -90,7 +94,9 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return the golden numbers by run; raise DataError if the file holds none."""
+    """Return a golden file's numbers as a dictionary by the names of runs; raise DataError if the file holds no golden
+    numbers.
+    """
     return _content(file)["runs"]
 
 
@@ -115,7 +121,9 @@ def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a line for each number of `runs` that differs from its golden number, if it has one."""
+    """Return one line of text for each number of the trainings `runs` that differs from its golden number; runs without
+    golden numbers are left out.
+    """
     known = [(name, run) for name, run in runs.items() if name in golden]
     return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 

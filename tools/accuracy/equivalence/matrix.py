@@ -61,7 +61,7 @@ class Row:
 
     @property
     def sharding(self) -> Sharding:
-        """Return the parallel degrees of the strategy, by which messages describe its ranks."""
+        """Return the parallel degrees of the strategy, with which messages describe the coordinates of a rank."""
         return self.case.sharding or Sharding(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,7 +74,9 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds the rows of one recipe; `runs` holds the trainings that they compare, by name."""
+    """A `Matrix` holds a result (row) for each parallel strategy of one recipe; `runs` holds the compared trainings by
+    name.
+    """
 
     recipe: str
     steps: int
@@ -82,7 +84,7 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the rows of all strategies whose result has this status."""
+        """Return the results (rows) of all strategies that have the given status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -101,8 +103,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies with these names or of these kinds; without names all trained strategies and the default
-    executed ones, which take minutes each.
+    """Return the strategies whose names or kinds are in `names`. Without names, return all strategies, but of those
+    that are executed as a sharded graph, which take minutes each, only a default selection.
 
     With `base`, the recipe from `one_worker`, rows that need what its model lacks are left out. With `drawn`, the
     arguments of `draw_cases`, layouts are drawn, too; of them only those that are named, so that one that failed can be
@@ -140,7 +142,7 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Train a recipe under the strategies of `choose`, and return the comparison of each with its baseline.
+    """Train a recipe under each strategy that `choose` returns, and compare each training with its baseline.
 
     Runs are in the folder `work`; `started` is called with the name of each, and `finished` with each row as soon as it
     is judged, so that an interrupted command has already reported its results. Raise RecipeError for a wrong recipe or
@@ -163,8 +165,8 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return why `tc3 train` refuses the recipe of a strategy (such as 7 experts on 2 ranks), which is no failure; ""
-    if it accepts it.
+    """Return the reason why `tc3 train` would refuse the recipe of a strategy (such as 7 experts on 2 ranks), or "" if
+    it would accept the recipe; a strategy that is refused does not count as failed.
     """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
@@ -174,11 +176,15 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the training of a variant, which runs only once; this raises what `once` raises."""
+        """Return the results of a training of the given variant, which runs only once; raise RunFailedError if it
+        failed.
+        """
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:
-        """Train the baseline that the user chose by name; return a row if the training fails, and no row otherwise."""
+        """Train the baseline if the user named it; return a list with one failed result if the training fails,
+        otherwise an empty list.
+        """
         try:
             self.run(BASELINE, Variant())
         except RunFailedError as error:
@@ -224,7 +230,9 @@ def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return a line for each of the first differences of a strategy, or why its training failed."""
+    """Return one line of text for each of the first differences between a strategy and its baseline; if its training
+    failed, return the reason instead.
+    """
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.sharding) for finding in row.findings[:most]]
@@ -273,12 +281,12 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """Return as text the share of a tolerance that an error uses: in per cent, or as a power of ten if it is tiny."""
+    """Return an error's share of its tolerance as text: in per cent, or as a power of ten if the share is tiny."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 
 def print_list(console: Console) -> None:
-    """Write every strategy to `console`: what it is, how it is tested, and why not if it is not."""
+    """Write every strategy to `console`: a description, how it is tested and, if it cannot be tested, the reason."""
     table = _table("how", "what")
     for case in CASES:
         table.add_row(case.name, case.how, case.what)

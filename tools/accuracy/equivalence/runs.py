@@ -43,7 +43,7 @@ DOCUMENT = (20, 200)  # tokens of a document of the corpus
 
 
 class RunFailedError(Exception):
-    """This error means that a compared training failed; the message has the last lines of its output."""
+    """This error means that a compared training failed; the message contains the last lines of its output."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ class Trained:
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each runs once, when its results are first needed."""
+    """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are needed for the
+    first time.
+    """
 
     base: Recipe  # the recipe that `one_worker` returned
     steps: int
@@ -74,8 +76,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of a training, which `make` runs on the first call; raise RunFailedError if it failed, now
-        or earlier, or its record cannot be read.
+        """Return the results of a training; the first call runs it by calling `make`. Raise RunFailedError if the
+        training failed, in this call or an earlier one, or if its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -89,7 +91,9 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the path prefix of a random corpus for samples of `length` tokens (0: the recipe's own)."""
+        """Return the path prefix of a random corpus for samples of `length` tokens; 0 means the recipe's sequence
+        length.
+        """
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
@@ -97,7 +101,9 @@ class Runs:
 
 
 def refuse_other_data(recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that reads other data than a Megatron corpus, such as conversations."""
+    """Raise RecipeError if the recipe's training data is not a Megatron corpus, but for example a file of
+    conversations.
+    """
     if not View(recipe).megatron:
         raise RecipeError(
             f"{recipe.source}: train_dataset.data_loader.type: the compared runs read a Megatron corpus, which the "
@@ -106,8 +112,8 @@ def refuse_other_data(recipe: Recipe) -> None:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """Write a corpus of random tokens, the same on every machine, for `steps` steps with samples of `length` tokens (0:
-    the recipe's own); return its path prefix.
+    """Write a corpus of random tokens, which are the same on every machine, and return its path prefix. The corpus is
+    large enough for `steps` steps with samples of `length` tokens; 0 means the recipe's sequence length.
     """
     model = convert(View(recipe), load_schema()).fields  # with MindFormers' own sizes where the recipe leaves one out
     tokens = 2 * (steps + 2) * View(recipe).batch * ((length or model["seq_length"]) + 1)
@@ -121,8 +127,8 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
 
 def train(recipe: Recipe, run_dir: Path) -> Trained:
-    """Train a recipe by `tc3 train` with workers that record their state; raise RunFailedError, or DataError for an
-    incomplete record.
+    """Train a recipe by `tc3 train` with workers that record their state, and return the results. Raise RunFailedError
+    if the training fails, and DataError if its record is not complete.
     """
     run_dir = run_dir.absolute()
     adam = adam_of(recipe.get("optimizer") or {})
@@ -135,7 +141,9 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe by `tc3 train` into `run_dir`, from a file beside it; raise RunFailedError if it fails."""
+    """Write a recipe to a file beside `run_dir`, and train it by `tc3 train` into `run_dir`; raise RunFailedError if
+    the training fails.
+    """
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -148,7 +156,7 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Return what all ranks of a training recorded; raise DataError for a record or metrics that lack something."""
+    """Return the results that all ranks of a training recorded; raise DataError if a record is not complete."""
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
         raise DataError(
@@ -200,7 +208,7 @@ def weight_of(name: str) -> str:
 
 
 def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the records of all steps in the metrics of one rank; raise DataError without such a file."""
+    """Return the records of all steps in the metrics file of one rank; raise DataError if the file does not exist."""
     metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
@@ -209,7 +217,9 @@ def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return the sorted digests of each step's samples on all ranks; [] if those of a rank are unknown."""
+    """Return for each step the sorted digests of the samples that all ranks trained; return [] if the samples of a rank
+    were not recorded.
+    """
     given = []
     for rank in range(workers):
         known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()
@@ -221,7 +231,9 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return each element's smallest mean square above 0 so far, by whose root AdamW divides."""
+    """Return for each element the smallest mean square (AdamW's second moment) above 0 of all steps so far; AdamW
+    divides the update by the root of this value.
+    """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 

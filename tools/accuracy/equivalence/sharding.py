@@ -80,21 +80,21 @@ class Sharding:
 
     @property
     def node(self) -> int:
-        """Return the expert-parallel ranks of a node for hierarchical_ep: all in the mode "global", otherwise the most
-        that leave several equal nodes.
+        """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all ranks in the mode
+        "global", otherwise the largest number that gives at least two equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
 
     @property
     def alone(self) -> Sharding:
-        """Return the description (a `Sharding`) of a training of the same model in one process."""
+        """Return the `Sharding` that describes a training of the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
-        """Return the name of the training in one process with which a training with this sharding is compared."""
+        """Return the name of the training in one process that is the baseline of this sharding."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
@@ -115,7 +115,9 @@ class Sharding:
 
     @property
     def words(self) -> str:
-        """Return the fields that differ from their defaults, such as ``"dp 2, tp 2, sp, zero"``."""
+        """Return as text the fields of this sharding that differ from their defaults, such as ``"dp 2, tp 2, sp,
+        zero"``.
+        """
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
@@ -135,9 +137,9 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """Return the first `steps` steps of `base` (from `one_worker`) as a sharded graph on a Megatron corpus. A
-    checkpoint after each step holds gradients and the optimizer's state; the first step's learning rate is 0, so that
-    the first checkpoint holds the weights from which the training starts.
+    """Return a recipe that trains the first `steps` steps of `base` (a recipe that `one_worker` returned) as a sharded
+    graph on a Megatron corpus. The recipe saves a checkpoint after each step, from which gradients and optimizer state
+    can be read; the learning rate of the first step is 0, so that the first checkpoint holds the initial weights.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]
@@ -207,7 +209,9 @@ def _apart(recipe: Recipe) -> None:
 
 
 def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
-    """Return the `optimizer_weight_shard_size` of a sharding; 0 if weights are sharded over all ranks with copies."""
+    """Return the `optimizer_weight_shard_size` of a layout; 0 if the optimizer is not sharded, or is sharded over all
+    ranks.
+    """
     # Muon wants the ranks of a group, at most those of data parallelism
     return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
 

@@ -1,5 +1,5 @@
-"""This module lists every strategy that `tc3 accuracy equivalence` compares, and the way in which a CPU can run it
-(report, Table 3); strategies.yaml has a row for each.
+"""This module lists every strategy that `tc3 accuracy equivalence` compares (Table 3 of the TeleChat3-MoE report), and
+the way in which a CPU can run it; strategies.yaml has an entry for each strategy.
 
 A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
 strategy runs MindSpore's sharded graph with MindFormers' own operators on CPU processes (`sharding.py`). Layouts that
@@ -58,7 +58,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one strategy: trained (`variant`), executed (`sharding`), or why a CPU can do neither (`reason`)."""
+    """A `Case` is one parallel strategy. A `Case` has either a `variant` (it is trained), a `sharding` (it is executed
+    as a sharded graph), or a `reason` why a CPU can run neither.
+    """
 
     name: str
     what: str
@@ -67,7 +69,9 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return what this strategy needs and a recipe lacks, a part of the model or an optimizer; "" if nothing."""
+        """Return the part of the model or the optimizer that this strategy needs and the recipe lacks, as a reason in
+        words; "" if nothing is missing.
+        """
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
@@ -100,7 +104,9 @@ CASES = tuple(_read())
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return every strategy for a recipe of one worker; what it lacks makes one not executable, with the reason."""
+    """Return all strategies for a recipe on one worker; a strategy that needs a part that the recipe lacks is returned
+    as not executable, with the reason.
+    """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in CASES)
@@ -108,13 +114,14 @@ def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
 
 
 def baseline_variant(name: str) -> Variant:
-    """Return the training on one worker that serves as a baseline under this name."""
+    """Return the training on one worker (a `Variant`) that is the baseline with this name."""
     return Variant(apart=name == APART)
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in `path`, or its mini recipe if it is for Ascend, for one CPU worker with the whole global
-    batch, and only with the plugins of its model; raise RecipeError if no training can start.
+    """Return the recipe in the file `path` for one CPU worker with the whole global batch, and only with the plugins
+    that change the model; a recipe for Ascend is replaced by its mini recipe for CPU. Raise RecipeError if the recipe
+    cannot be trained.
     """
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
@@ -152,7 +159,9 @@ def unsplit(recipe: dict[str, Any]) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """Return a recipe of the first `steps` steps of a variant of `base` (from `one_worker`) on a Megatron corpus."""
+    """Return a recipe that trains the first `steps` steps of a variant of `base` (a recipe that `one_worker` returned)
+    on a Megatron corpus.
+    """
     batch = batch_of(base)
     recipe = on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
@@ -177,7 +186,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
 
 
 def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
-    """Set (in place) every key that says how many workers share a global batch."""
+    """Set in place every key of a recipe that says how the global batch is divided among `workers` workers."""
     recipe["use_parallel"] = workers > 1
     recipe["runner_config"]["batch_size"] = recipe["model"]["model_config"]["batch_size"] = batch // workers
     recipe["parallel_config"].update(data_parallel=workers, expert_parallel=1)
@@ -186,8 +195,8 @@ def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Return different legal layouts of a recipe (from `one_worker`) on at most `most` processes, drawn by `seed`;
-    raise RecipeError if there are fewer than `count`.
+    """Draw `count` different legal layouts for a recipe (from `one_worker`), with at most `most` processes, at random
+    by `seed`; raise RecipeError if fewer are found.
     """
     numbers = random.Random(seed)
     found: dict[Sharding, None] = {}
@@ -242,7 +251,9 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a layout is not legal for a model, or cannot be compared; "" if it can be."""
+    """Return the reason why a layout is not legal for the recipe's model, or cannot be compared; "" if there is no
+    reason.
+    """
     model = recipe["model"]["model_config"]
     if lacking := Case("", "", sharding=sharding).lacks(model):
         return lacking

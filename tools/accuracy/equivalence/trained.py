@@ -1,5 +1,6 @@
-"""This module compares two trainings of one recipe by MindFormers, and defines the findings of a comparison: step,
-phase, module, tensor, ranks, and the usual cause (report, section 3.2.2), in the order in which differences arise.
+"""This module compares two MindFormers trainings of one recipe, and lists the differences in the order in which they
+arise. Each difference (finding) has a step, a phase, a module, a tensor, ranks, and the usual cause (section 3.2.2 of
+the TeleChat3-MoE report).
 
 After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
 ranks, and falls by this rate for an expert that got more. This holds exactly, with one exception: a token at a tie
@@ -40,7 +41,9 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from that of the reference."""
+    """A `Finding` is a number or tensor of a training that differs from the same number or tensor of the reference
+    training.
+    """
 
     step: int  # the number of the step, counted from 1
     phase: str  # FORWARD, BACKWARD or OPTIMIZER
@@ -58,7 +61,7 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """Return the usual cause of a difference in this tensor, if no tensor before it differs."""
+        """Return the usual cause of a difference in this tensor, on the condition that no earlier tensor differs."""
         for phase, name, text in facts("causes")["equivalence"]:
             if phase == self.phase and self.tensor.startswith(name):
                 return text
@@ -66,7 +69,7 @@ class Finding:
 
 
 class At(NamedTuple):
-    """An `At` names a step and a phase of a training; its methods make findings about them."""
+    """An `At` names a step and a phase of a training; its methods make findings (differences) for these."""
 
     run: Trained
     step: int
@@ -80,13 +83,15 @@ class At(NamedTuple):
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return a comparison of a tensor that belongs to a weight, such as its moment, with the reference's."""
+        """Return the comparison of a tensor that belongs to a weight, such as a moment, with the same tensor of the
+        reference training.
+        """
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return a comparison of two numbers; the error is relative to `of`, by default the reference's, and infinite
-        if a number is missing or not finite.
+        """Return the comparison of the number `got` with the reference's number `want`; the error is relative to `of`
+        (default: `want`), and infinite if a number is missing or not finite.
         """
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
@@ -171,7 +176,7 @@ def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Return the differences of a training from its reference, in the order in which they arise."""
+    """Return the differences between a training and its reference training, in the order in which they arise."""
     if other := other_length(run, reference):
         return other
     if lacking := sorted(reference.state.keys() - run.state.keys()):
@@ -194,7 +199,9 @@ def other_length(run: Trained, reference: Trained) -> Comparison | None:
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield each step whose samples are others than the reference's, in any order and on any ranks."""
+    """Yield a finding for each step in which the training and its reference read different sets of samples; the order
+    of the samples and the ranks that read them are not compared.
+    """
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
@@ -203,7 +210,9 @@ def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names of the tensors under a prefix that both trainings have recorded, without the prefix."""
+    """Return the names of the tensors that both trainings recorded with a prefix such as `start.`; the prefix is
+    removed from the names.
+    """
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 
@@ -256,21 +265,24 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return the phases to which a wrong loss and a wrong gradient point: forward and backward in the first step, the
-    optimizer in later steps.
+    """Return the phases in which the cause of a wrong loss and of a wrong gradient lies: forward and backward in the
+    first step, and the optimizer in later steps.
     """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return for each part of the model the comparison of its gradients' norm in one step."""
+    """Return for each part of the model the comparison of its gradient norm in one step with that of the reference
+    training.
+    """
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return the tolerance of a loss, which is a mean over `tokens` tokens: Table 2's tolerance for a sum of as many
-    terms, reduced because the errors of single tokens cancel in the mean.
+    """Return the tolerance of a loss that is a mean over `tokens` tokens: the tolerance of Table 2 of the TeleChat3-MoE
+    report for a sum of `tokens` terms, divided by the root of `tokens`, because the errors of single tokens partly
+    cancel in the mean.
 
     At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
     full tolerance of Table 2 would hide a wrong mask.
@@ -279,8 +291,8 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of moments after the last step and of each weight's whole change, by Table 2 for sums over
-    `tokens`.
+    """Yield comparisons of the optimizer's moments after the last step, and of each weight's total change, by the
+    tolerance of Table 2 of the TeleChat3-MoE report for sums over `tokens` terms.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(STATE)):
@@ -299,7 +311,8 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return the error of a weight that follows from the errors that Table 2 allows for its gradients.
+    """Return the error of a weight that may follow from the errors that Table 2 of the TeleChat3-MoE report allows for
+    the gradients of this weight.
 
     AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
     learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the

@@ -21,12 +21,12 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means, in MindSpore's words, that the device has no kernel for an operator or type."""
+    """This error means that the device has no kernel for an operator or a data type; MindSpore wrote its message."""
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on this host's device. It is a context manager, because MindSpore's mode and
-    synchronisation are global and must be restored.
+    """A `MindSporeDevice` runs operators on this host's device. A `MindSporeDevice` is a context manager that restores
+    MindSpore's global settings (mode and synchronisation) at the end.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,17 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Return the outputs of the operator on the device, bfloat16 as float32; raise NotRunnableError without a
-        kernel for the type.
+        """Return the outputs of the operator on the device (bfloat16 as float32); raise NotRunnableError if the device
+        has no kernel for this data type.
         """
         return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt`, and raise what `forward` raises."""
+        """Return the gradients of the operator with respect to the inputs `spec.wrt`; raise the same errors as
+        `forward`.
+        """
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
@@ -138,7 +140,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of MindSpore's error message that says something about the error."""
+    """Return the first line of MindSpore's error message that describes the error (not a separator or a heading)."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

@@ -106,7 +106,7 @@ def gelu_grad(x: Array) -> Array:
 
 
 def swiglu(x: Array) -> Array:
-    """Return swiglu of an input [..., 2H]: silu of its first half times its second half, [..., H]."""
+    """Return SwiGLU of an input [..., 2H]: silu of the input's first half times its second half, [..., H]."""
     gate, up = np.split(x, 2, -1)
     return silu(gate) * up
 
@@ -148,8 +148,8 @@ MAX_NORM = 1.0
 
 
 def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return the change of a weight by AdamW with decoupled decay, w (1 - lr decay) - lr m^ / (sqrt(v^) + eps), and the
-    new moments.
+    """Return the change of a weight w by AdamW with decoupled weight decay, - lr decay w - lr m^ / (sqrt(v^) + eps),
+    and the new moments m and v.
     """
     m = BETA1 * m + (1 - BETA1) * gradient
     v = BETA2 * v + (1 - BETA2) * np.square(gradient)
@@ -158,7 +158,7 @@ def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Ar
 
 
 def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
-    """Return the gradients scaled to a joint norm of at most MAX_NORM, and their norm before, [1]."""
+    """Return the gradients scaled to a joint norm of at most MAX_NORM, and their joint norm before the scaling, [1]."""
     dtype = gradients[0].dtype
     norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
     scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))
@@ -166,7 +166,7 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 
 def from_mindformers(module: str) -> ModuleType:
-    """Import a module of MindFormers, whose log goes to stderr and a temporary folder."""
+    """Import a module of MindFormers, and send its log output to stderr and into a temporary folder."""
     ours = "LOG_MF_PATH" not in os.environ
     if ours:
         os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")

@@ -27,8 +27,8 @@ ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
 def grouped(rng, rows, h, width, experts):
-    """Return inputs for a grouped matmul: rows sorted by expert, a weight matrix for each expert, and the index behind
-    each expert's last row. The experts have unequal numbers of rows, and one expert may have none.
+    """Return inputs for a grouped matmul: rows sorted by expert, a weight matrix for each expert, and for each expert
+    the index after its last row. The experts have unequal numbers of rows, and one expert may have none.
     """
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
     ends = np.append(cuts, rows).astype(np.int64)
@@ -44,7 +44,7 @@ def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
 
 
 def grouped_grad(rows, weight, ends, dout):
-    """Return the gradients of a grouped matmul; that of an expert without rows is zero."""
+    """Return the gradients of a grouped matmul; the gradient of an expert without rows is zero."""
     douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
     drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
@@ -225,7 +225,7 @@ def router(logits: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a router's weights for its logits; the choice of experts has none."""
+    """Return the gradient of a router's weights with respect to its logits; the choice of experts has no gradient."""
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
@@ -262,7 +262,9 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return the order that sorts N k copies stably by expert, and the sorted place of each copy, int [N k]."""
+    """Return two permutations int [N k] for the k copies of N tokens: the order that sorts the copies by expert
+    (stable), and the position of each copy in this order.
+    """
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 

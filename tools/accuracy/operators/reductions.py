@@ -1,4 +1,4 @@
-"""This module holds the tests (specs) of operators that work on a whole row: sums and maxima, sorting, norms and
+"""This module holds the tests (specs) of operators that compute over a whole axis: sums and maxima, sorting, norms and
 softmax, losses.
 """
 
@@ -173,8 +173,8 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return the RMS norm as in MindFormers: statistics in float32, result in the input's type
-    (transformer/norm.py).
+    """Return the RMS norm as MindFormers computes it (transformer/norm.py): the statistics in float32, the result in
+    the input's type.
     """
 
     def make(ms):

@@ -1,5 +1,6 @@
-"""This module tests one operator in one data type: forward, backward, special values and reruns. Values near the ends
-of the type's range are clipped (report, section 3.1 (3)); golden results are computed by the spec in the promoted type.
+"""This module tests one operator in one data type: forward, backward, special values and reruns. Small magnitudes of
+inputs are clipped to a lower bound (section 3.1 (3) of the TeleChat3-MoE report); golden results are computed in NumPy,
+in a wider data type.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values with magnitudes of at least `bound`; signs are kept, also that of zero."""
+    """Return the values with magnitudes below `bound` replaced by `bound`; each value, also zero, keeps its sign."""
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
 def specials(dtype: str) -> np.ndarray:
     """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal and small whole numbers, half
-    the largest number (so that the order of multiplication does not decide about overflow), infinities and NaN.
-    Negative zero is left out: kernels differ in its sign, and training does not depend on it.
+    the largest number (so that the order of multiplications does not decide whether they overflow), infinities and NaN.
+    Negative zero is left out, because kernels handle its sign differently, and training does not depend on it.
     """
     low, high = SMALLEST[dtype], LARGEST[dtype] / 2
     values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
@@ -46,7 +47,9 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return a vector for each input of an elementwise operator, with every combination of special values."""
+    """Return one vector for each input of an elementwise operator; together the vectors hold every combination of
+    special values.
+    """
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
@@ -61,14 +64,18 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values as a device reads them that replaces denormals by zero, with or without their sign."""
+    """Return the values as they are read by a device that replaces denormals by zero; if `signed`, the zeros keep the
+    sign.
+    """
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` holds inputs and incoming gradients, rounded to the tested type, and the golden results."""
+    """A `Case` is one test of an operator: inputs and incoming gradients, rounded to the tested type, and the golden
+    results.
+    """
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
@@ -78,7 +85,7 @@ class Case:
 
 
 def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
-    """Return a generator of random numbers that depend only on the operator's base name, the shape and the seed."""
+    """Return a random number generator that depends only on the operator's base name, the shape and the seed."""
     return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
 
 
@@ -139,7 +146,9 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
-    """Return a row for each check of an operator in one data type; with `reruns` of 1, reruns are not checked."""
+    """Return one result (row) for each check of an operator in one data type; with `reruns=1` the check that reruns
+    give identical bits is left out.
+    """
     rows: list[Row] = []
     for shape in spec.shapes:
         rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed))
@@ -212,7 +221,9 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return inputs with special values: all combinations of them ("each"), or one in each row ("row")."""
+    """Return inputs with special values such as NaN: all combinations if `spec.special` is "each", and one special
+    value in each row if it is "row".
+    """
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

@@ -1,6 +1,7 @@
-"""This module compares the golden results of this host with those in a small, dated file (shipped.json): a host whose
-CPU or NumPy computes wrong results would also judge its device wrongly. The file holds, for the first shape of every
-operator and data type, root mean square and a few elements of each golden tensor, as another CPU computed them.
+"""This module compares golden results that this host computes with those in a small file of the repository
+(shipped.json), because a host whose CPU or NumPy computes wrong golden results would also judge its device wrongly. The
+file shipped.json holds results of another CPU: for the first shape of every operator and data type, the root mean
+square and a few elements of each golden tensor.
 
 `python -m tools.accuracy.operators.shipped --update` writes the file again; this needs only NumPy.
 """
@@ -47,7 +48,9 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the golden results: "made" (date), "numpy" (version), "results"; raise DataError if there are none."""
+    """Return the content of a file of golden results: "made" (a date), "numpy" (a version) and "results"; raise
+    DataError if the file cannot be read or holds no results.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         content["results"].keys()
@@ -60,8 +63,8 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return how many tensors of the pairs (operator, type) were compared, and a line for each that differs from
-    `shipped`, the result of `read_shipped`.
+    """Return the number of compared golden tensors of the pairs (operator, data type), and one line of text for each
+    tensor that differs from `shipped`, the content that `read_shipped` returned.
     """
     compared, lines = 0, []
     for spec, dtype in pairs:

@@ -1,5 +1,6 @@
 """This module defines the test of one operator as data: small functions over NumPy arrays, one MindSpore call, and
-counts of the terms that an element of the result sums, from the input arrays; they choose the row of Table 2.
+functions that count the terms that are summed in an element of the result. The counts of summed terms select the
+tolerance in Table 2 of the TeleChat3-MoE report.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """A `Counts` holds the numbers of summed terms of outputs and gradients: one for all or one for each; 0 means that
-    values are only moved.
+    """A `Counts` holds the number of terms that are summed in an element of each output and of each gradient (one
+    number, or one for each tensor); 0 means that values are only moved.
     """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """Return the count of an output or gradient; `phase` is "forward" or "backward"."""
+        """Return the number of summed terms of the output or gradient number `index`; `phase` is "forward" or
+        "backward".
+        """
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -32,38 +35,48 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the counts of an operator whose results depend on one element of each input: 1."""
+    """Return the counts of summed terms for an elementwise operator: 1 in forward and backward."""
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the counts of an operator that only moves values: 0."""
+    """Return the counts of summed terms for an operator that only moves values: 0 in forward and backward."""
     return Counts(0, 0)
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return the counts of a sum over the last axis: its length, and 1 backward, which copies."""
+    """Return the counts of summed terms for a sum over the last axis: the length of the axis in forward, and 1 in
+    backward, which only copies the gradient.
+    """
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of a cumulative sum or the like, which sums over the last axis in both directions."""
+    """Return the counts of summed terms for operators such as a cumulative sum: the length of the last axis in forward
+    and backward.
+    """
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return the counts of a norm over the last axis; gradients of scale and shift sum over all rows."""
+    """Return the counts of summed terms for a norm: the length of the last axis, and the number of rows for the
+    gradients of scale and shift.
+    """
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of picking rows by index: moved forward, the most frequent index summed backward."""
+    """Return the counts of summed terms for an operator that reads rows of a table by index: 0 in forward, and in
+    backward the number of times that the most frequent index occurs.
+    """
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of adding rows at indices: one more than the most frequent index, and moved backward."""
+    """Return the counts of summed terms for an operator that adds rows to a tensor by index: in forward 1 plus the
+    number of times that the most frequent index occurs, and 0 in backward.
+    """
     return Counts(1 + busiest(index), 0)
 
 
@@ -113,8 +126,9 @@ def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a `Spec.call` of a primitive in `mindspore.ops.auto_generate` or else `mindspore.ops`, with `settings` of
-    its own and `rest` after the tensors.
+    """Return a function for `Spec.call` that calls the primitive `name` of `mindspore.ops.auto_generate` or, if it is
+    not there, of `mindspore.ops`. The primitive is created with `settings`, and gets the arguments `rest` after the
+    tensors.
     """
 
     def call(ms: Any) -> Callable[..., Any]:
@@ -125,19 +139,25 @@ def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[.
 
 
 def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a `Spec.call` of a function of `mindspore.ops`, with `rest` after the tensors."""
+    """Return a function for `Spec.call` that calls the function `name` of `mindspore.ops` with the tensors, then the
+    arguments `rest`.
+    """
     return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picking along the last axis: what arrives goes where it was picked."""
+    """Return the gradient of an operator that picks elements along the last axis: zeros, with the incoming gradient at
+    the positions of the picked elements.
+    """
     grad = np.zeros_like(x)
     np.put_along_axis(grad, index, dout, -1)
     return (grad,)
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picking rows by `index` [P]: `dout` [P, h] added up in a table of zeros."""
+    """Return the gradient of an operator that picks rows of a table by `index` [P]: the rows of `dout` [P, h], added at
+    their indices to zeros in the shape of the table.
+    """
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

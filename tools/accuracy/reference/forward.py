@@ -1,5 +1,5 @@
 """This module computes a model's forward pass in NumPy and float64, as a slow reference for MindFormers and for Hugging
-Face. The outputs of its modules have the names under which the other trainings record them.
+Face. The outputs of the modules have the same names as in the records of the compared trainings.
 
 The forward pass has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3
 technical report, section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
@@ -21,8 +21,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA) from weights by Hugging
-    Face's names; tests override its methods to make mistakes.
+    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from weights with
+    Hugging Face's names. Tests override its methods to insert faults.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
@@ -32,7 +32,9 @@ class Forward:
         self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return each module's output for token ids [B, S], by name, among them `logits` [B, S, v]."""
+        """Return a dictionary from the name of each module to its output for the token ids [B, S]; the entry `logits`
+        has the shape [B, S, v].
+        """
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
         if self.sizes.streams > 1:
@@ -49,7 +51,9 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return a transformer layer's output for [B, S, h], or [B, S, n, h] with n residual streams."""
+        """Return the output of a transformer layer for an input [B, S, h], or [B, S, n, h] if the model has n residual
+        streams.
+        """
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         if hidden.ndim == 4:
             hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
@@ -58,21 +62,21 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the attention sublayer for [B, S, h]: the norm, then attention."""
+        """Return the output of the attention sublayer (norm, then attention) for an input [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the feed-forward sublayer for [B, S, h]: the norm, then MLP or experts."""
+        """Return the output of the feed-forward sublayer (norm, then MLP or experts) for an input [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
         return self._note(f"{where}.mlp", mlp(layer, normed))
 
     def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the residual streams [B, S, n, h] after a sublayer of [B, S, h], by the hyper-connections called
-        `name`.
+        """Return the residual streams [B, S, n, h] after `sublayer`, which maps [B, S, h] to [B, S, h] and is connected
+        to the streams by the hyper-connections `name`.
         """
         weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
         one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
@@ -80,7 +84,9 @@ class Forward:
         return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Return an MTP layer's output [B, S, h] for the ids [B, S] of the next tokens and the layer before."""
+        """Return the output [B, S, h] of an MTP layer, from the ids [B, S] of the next tokens and the output of the
+        layer before.
+        """
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
         joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
@@ -125,7 +131,9 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return x [B, S, N, D] with RoPE on pairs of neighbours: all first elements, then all second ones."""
+        """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
+        elements of all pairs, then the second elements.
+        """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -136,7 +144,9 @@ class Forward:
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Return RoPE's angles [D / 2], in radians from one position to the next; YaRN interpolates them."""
+        """Return RoPE's angle for each pair of dimensions, [D / 2], in radians per position; with YaRN the angles are
+        interpolated.
+        """
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
         if not scaling:
@@ -167,7 +177,9 @@ class Forward:
         return out + shared
 
     def route(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return experts' weights [B, S, E]: normalised sigmoid scores of those chosen by score plus bias."""
+        """Return the weights of the experts [B, S, E]: normalised sigmoid scores for the top k experts by score plus
+        bias, and 0 for all others.
+        """
         name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
         scores = 1 / (1 + np.exp(-self.linear(name, x)))
         choice = scores + self.weights[f"{name}.e_score_correction_bias"]

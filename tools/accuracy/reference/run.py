@@ -48,7 +48,7 @@ def main(job_file: str, out_file: str) -> int:
 
 
 def read(file: str | Path) -> Arrays:
-    """Return all arrays of an .npz file by their names."""
+    """Return the arrays of an .npz file as a dictionary by their names."""
     with np.load(file) as stored:
         return dict(stored)
 
@@ -59,7 +59,9 @@ def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
 
 
 def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
-    """Return the weights and moments before each step and after the last, and each step's loads of experts."""
+    """Return two lists: the weights and moments before each step and after the last step, and for each step the
+    experts' loads.
+    """
     states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
     return states, [below(stored, f"load/{step}/") for step in range(steps)]
 

@@ -1,5 +1,6 @@
-"""This module defines what the two compared trainings start from: weights, the same on every machine and chosen so that
-mistakes are found, and optimizer and learning rates, computed again from the recipe and not read from MindFormers.
+"""This module defines how the two trainings that `tc3 accuracy align` compares start: the initial weights, which are
+the same on every machine and are chosen so that faults show, and the optimizer and learning rates, which are computed
+from the recipe independently of MindFormers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return the initial float32 weights by Hugging Face's names. Norms are not 1 and biases are not 0, so that a
-    missing one is found; all else is small, because with unit variance rounding would change the twentieth loss by 1e-3
-    (tokens would change experts).
+    """Return the initial float32 weights by Hugging Face's names. The weights of norms are not 1 and the biases are not
+    0, so that a norm or bias that is left out changes the results. All other weights are small, because with unit
+    variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -44,7 +45,9 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Return the weights, each element moved by one unit in its last place: a training from them shows rounding."""
+    """Return the weights with each element moved up or down by one unit in its last place; a training from these
+    weights shows the effect of rounding.
+    """
     random = np.random.default_rng(0)
 
     def nudge(array: np.ndarray) -> np.ndarray:
@@ -56,8 +59,8 @@ def nudged(weights: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A `Hyper` holds the parameters of AdamW with decoupled decay; `rates` has one for each step, and `clip` is the
-    largest allowed global norm (0: no clipping).
+    """A `Hyper` holds the parameters of AdamW with decoupled weight decay; `rates` holds the learning rate of each
+    step, and `clip` is the largest allowed global norm (0: no clipping).
     """
 
     rates: list[float]
@@ -68,12 +71,16 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the first step (from 1) whose learning rate is not 0: a warm-up from 0 moves nothing."""
+        """Return the number of the first step (from 1) whose learning rate is not 0; earlier steps of a warm-up from 0
+        do not change the weights.
+        """
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return AdamW's parameters and the rates of `steps` steps; raise RecipeError for what the reference lacks."""
+    """Return AdamW's parameters in a recipe, with the learning rates of the first `steps` steps; raise RecipeError if
+    the recipe has settings that the reference training does not support.
+    """
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
         raise RecipeError(f"optimizer.type: the reference knows only AdamW, not {optimizer['type']!r}")
@@ -94,8 +101,8 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up, then a constant or half a cosine; raise RecipeError
-    for another schedule.
+    """Return the learning rate of a step (counted from 0): linear warm-up, then a constant rate or a cosine decay;
+    raise RecipeError for another schedule.
     """
     kind = schedule["type"]
     if kind not in SCHEDULES:

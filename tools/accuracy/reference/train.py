@@ -1,5 +1,5 @@
-"""This module trains the reference model, Hugging Face's DeepseekV3ForCausalLM with the parts that its configuration
-does not have (MTP layers, loads of experts, a trace of every module). It needs torch and transformers.
+"""This module trains the reference model: Hugging Face's DeepseekV3ForCausalLM, extended by MTP layers, counts of the
+tokens of each expert, and a trace of every module's output. The module needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (technical report, section 2.2) of Hugging Face's
-    modules; its weights have the names of DeepSeek-V3's checkpoints, without copies of embedding and head.
+    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (section 2.2 of its technical report), built from
+    Hugging Face's modules. The weights of an `MtpLayer` have the same names as in DeepSeek-V3's checkpoints; copies of
+    embedding and head are left out.
     """
 
     def __init__(self, config: DeepseekV3Config, number: int):
@@ -76,8 +77,8 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the total `loss`, `lm_loss`, `mtp_loss`, `aux_loss` and the `logits` [B, S, v] of a batch:
-        `input_ids`, `labels` (already shifted) int64 [B, S], `loss_mask` float32 [B, S].
+        """Return the total `loss`, `lm_loss`, `mtp_loss`, `aux_loss` and the `logits` [B, S, v] of a batch. The batch
+        holds `input_ids` and `labels` (already shifted), int64 [B, S], and `loss_mask`, float32 [B, S].
         """
         ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
         inner = self.model.model
@@ -108,9 +109,10 @@ class Reference:
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
     def move_bias(self, loads: Loads) -> None:
-        """Move the routers' biases as aux-free balancing does: down for an expert with more than its share of the
-        tokens, and up for one with less. `loads`, layer -> each expert's share on the other side, [E], decide where
-        they are given: this tests only the rule.
+        """Update the routers' biases by the rule of aux-loss-free balancing: down for an expert with more than its
+        share of the tokens, up for an expert with less. If `loads` (layer -> share of each expert, [E]) holds the loads
+        of the MindFormers training, these loads are used instead of the reference's own counts, so that only the rule
+        is compared.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
@@ -191,8 +193,8 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train the reference on `batches` (`input_ids`, `labels`, `loss_mask`, each [steps, B, S]); return what
-    `tools.accuracy.align.sides` reads.
+    """Train the reference on `batches` (`input_ids`, `labels`, `loss_mask`, each [steps, B, S]); return the arrays from
+    which `tools.accuracy.align.sides` makes a record of the training.
     """
     record = forward(reference, batches)
     model = reference.model
@@ -259,7 +261,9 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Return (parts of the loss, global norm) of a batch; each weight's `grad` holds its gradient."""
+    """Return the parts of a batch's loss, and the global gradient norm; afterwards `grad` of each weight holds its
+    gradient.
+    """
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -274,7 +278,7 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip the gradients, update the weights, and move the routers' biases (`loads`: see `move_bias`)."""
+    """Clip the gradients, update the weights, and update the routers' biases (`move_bias`, with `loads` if given)."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
