@@ -183,7 +183,8 @@ def staged(prefix: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
-    """Rename the files in `stage` to their places beside `prefix`. Existing files are replaced if `force` is given.
+    """Move the files of the staging folder `stage` into the folder of `prefix`. Existing files are replaced if `force`
+    is given.
 
     At no moment does an .idx file stand beside a .bin file to which it does not belong: old .idx files are removed
     first, and each new .idx file is put in place last, after its .bin and .json. A power cut leaves the old pair of

@@ -377,8 +377,8 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If none of them has
-    the verdict "fail", also return a finding that says what was compared.
+    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If no worker, link
+    or disk has the verdict "fail", also return a finding that says how many workers were compared.
     """
     found = outliers(reports)
     rows = [
