@@ -32,16 +32,18 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """A `VirtualCluster` holds the virtual cluster of `devices` devices in which this process is one rank."""
+    """A `VirtualCluster` describes a cluster of `devices` devices that do not exist, and in which this process compiles
+    as one rank."""
 
     def target_ascend(self) -> None:
-        """Make MindSpore compile for Ascend from now on; call this after the model is built."""
+        """Make MindSpore compile for Ascend from now on; call this method after the model is built."""
         target_ascend()
 
 
 @contextmanager
 def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iterator[VirtualCluster]:
-    """Make this process rank `rank` of `devices` virtual Ascend devices, in graph mode, for MindSpore's front end only.
+    """Make this process rank `rank` of a cluster of `devices` virtual Ascend devices, so that MindSpore's front end
+    compiles for them in graph mode; nothing can be executed.
 
     Args:
         devices: the world size of the virtual cluster.
