@@ -37,7 +37,8 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 class Moment(NamedTuple):
     """A `Moment` holds the bytes in memory while an operator runs, and the bytes that are left after the tensors that
-    no later operator reads are freed."""
+    no later operator reads are freed.
+    """
 
     most: int
     left: int
@@ -45,7 +46,8 @@ class Moment(NamedTuple):
 
 def name_of(place: int) -> str:
     """Return the report's key for a part of the forward or backward pass: the number of a layer, or "front" or "back"
-    for the operators before the first or after the last layer."""
+    for the operators before the first or after the last layer.
+    """
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
@@ -87,7 +89,8 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
     """Return a pair (part, position after the part's last operator) for each part of a forward pass, in order; a part
-    is a layer, or the operators before or after all layers."""
+    is a layer, or the operators before or after all layers.
+    """
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -135,7 +138,8 @@ def parts_of(
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the peak of the bytes in memory during each layer (or other part) of a forward pass ("F") and of a
-    backward pass ("B", which begins with the last layer)."""
+    backward pass ("B", which begins with the last layer).
+    """
     alive, forward = 0, []
     for part in parts:
         forward.append(alive + part["forward"])
@@ -206,7 +210,8 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def curve_of(moments: Sequence[Moment]) -> list[int]:
     """Return the course of the memory during a pass: the peak of the bytes in each of at most `POINTS` sections with
-    equally many operators, in the order of the graph's text."""
+    equally many operators, in the order of the graph's text.
+    """
     most = [moment.most for moment in moments]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
@@ -228,7 +233,8 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
     """Return the bytes that are kept for the backward pass, without parameters, as a dictionary layer (or other part)
-    -> module -> bytes."""
+    -> module -> bytes.
+    """
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -307,7 +313,8 @@ def peak_bytes(moments: Sequence[Moment]) -> int:
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
     """Return for each operator the bytes in memory while it runs and after it, in the order of the graph's text; views
-    need no memory."""
+    need no memory.
+    """
     last = {
         owner: place
         for place, node in enumerate(nodes)

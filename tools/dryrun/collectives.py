@@ -87,7 +87,8 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 def role_of(node: Node, graph: str) -> str:
     """Return the role of an operator (forward, recompute, gradient or step), read from MindSpore's marks in the name of
-    the subgraph and in the operator's text."""
+    the subgraph and in the operator's text.
+    """
     if "▸" in graph:
         return "forward"
     if "◂" in graph:
@@ -214,7 +215,8 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 def node_flops(node: Node, rows: int) -> int:
     """Return the FLOPs of an operator, where a multiply-add counts as 2 and attention counts as causal over the whole
-    sample."""
+    sample.
+    """
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

@@ -35,7 +35,8 @@ class _Call:
     @property
     def kind(self) -> tuple:
         """Return the values in which a collective reported by the compile and the executed collective must agree,
-        except shapes: operator, ranks, type and tag."""
+        except shapes: operator, ranks, type and tag.
+        """
         return self.op, self.ranks, self.dtype, self.tag
 
     def fits(self, executed: _Call) -> bool:

@@ -141,7 +141,8 @@ def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
     """Return the values (such as the loss scale) with which the backward pass of a stage that computes a loss
-    starts."""
+    starts.
+    """
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
@@ -262,17 +263,20 @@ class _Walk:
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
         """Return the global ranks to which this rank sends the parameter `name` outside of the forward and backward
-        passes, each with the operators on the parameter's path to the Send."""
+        passes, each with the operators on the parameter's path to the Send.
+        """
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
     def received(self, name: str) -> list[int]:
         """Return the global ranks from which this rank receives the parameter `name` outside of the forward and
-        backward passes."""
+        backward passes.
+        """
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
         """Return a pair (global rank of the other end, path of the value) for each Send or Receive of a parameter
-        outside of the forward and backward passes."""
+        outside of the forward and backward passes.
+        """
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -304,7 +308,8 @@ class _Walk:
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
         """Return the gradient's paths that end in a parameter of a subgraph; the paths come from the arguments that the
-        callers of the subgraph pass."""
+        callers of the subgraph pass.
+        """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
@@ -397,7 +402,8 @@ class _Walk:
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
         """Return the gradient's paths through an addition or a multiplication; a path goes through the arguments that
-        have as many elements as the result."""
+        have as many elements as the result.
+        """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -413,7 +419,8 @@ class _Walk:
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
         """Return the arguments of an operator that have as many elements as its result; constants are left out if
-        another such argument exists."""
+        another such argument exists.
+        """
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
@@ -422,7 +429,8 @@ class _Walk:
 
     def collective(self, node: Node) -> tuple[str, tuple[int, ...]]:
         """Return the name and the ranks of a collective; the name includes the reduction (such as max) if it is not a
-        sum."""
+        sum.
+        """
         attributes = attributes_of(node.text)
         group = str(attributes.get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)

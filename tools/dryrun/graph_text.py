@@ -39,7 +39,8 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 class TensorType(NamedTuple):
     """A `TensorType` holds the dtype (MindSpore's name) and the shape of a tensor on one rank; a dimension of -1 is
-    known only at run time."""
+    known only at run time.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +64,8 @@ class Node:
     @property
     def value(self) -> int | None:
         """Return the number of the node that computes the operator's first argument, or None if this argument is a
-        parameter or a constant."""
+        parameter or a constant.
+        """
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
@@ -81,7 +83,8 @@ class Node:
 @dataclass(frozen=True)
 class GraphText:
     """A `GraphText` holds all subgraphs of a compiled graph by name, the name of the root graph, and the parameters
-    ("para1" ...) of each subgraph."""
+    ("para1" ...) of each subgraph.
+    """
 
     root: str
     graphs: dict[str, list[Node]]
@@ -210,7 +213,8 @@ def _complete(node: Node, line: str) -> None:
 
 class Pass(NamedTuple):
     """A `Pass` is one forward pass ("F") or backward pass ("B") of a micro-batch through a chunk of the stage's
-    layers."""
+    layers.
+    """
 
     kind: str
     micro_batch: int
@@ -247,7 +251,8 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
     """Return the peak of the bytes that are kept for backward passes at the same time, where each micro-batch in flight
-    keeps `sizes[chunk]` bytes."""
+    keeps `sizes[chunk]` bytes.
+    """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 

@@ -59,7 +59,8 @@ _PREFIXES |= dict.fromkeys((moment.removesuffix(".") for moment in MOMENTS), STA
 @dataclass(frozen=True)
 class Held:
     """A `Held` describes one parameter (a weight, optimizer state or an accumulated gradient) on a rank: its type, its
-    shape, its slice and the number of its shards."""
+    shape, its slice and the number of its shards.
+    """
 
     name: str  # MindSpore's
     kind: str  # "weight", "state" (the optimizer's moments) or "accumulated" (gradients over micro-batches)
@@ -92,7 +93,8 @@ class Held:
 
 def kinds_of(step: Any) -> dict[str, str]:
     """Return a dictionary parameter name -> kind: weight, accumulated gradient or optimizer state. Parameters that only
-    the optimizer holds are optimizer state."""
+    the optimizer holds are optimizer state.
+    """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
@@ -106,7 +108,8 @@ def on_host(step: Any) -> set[str]:
 
 def kind_of(name: str) -> str:
     """Return the kind of a training step's parameter (weight, accumulated gradient or optimizer state), read from the
-    parameter's name."""
+    parameter's name.
+    """
     prefix = name.partition(".")[0]
     return STATE if prefix.startswith(AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
@@ -137,7 +140,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the peak of the bytes in a step, either during the forward and backward passes or during the
-        optimizer's update."""
+        optimizer's update.
+        """
         updated = self.weights + self.state + self.accumulated + self.update
         return max(self.exact + self.saved + self.working, updated)
 
@@ -242,7 +246,8 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
     """Return a line for each stage whose memory is so near to the limit that the error of the prediction leaves open
-    whether the stage fits."""
+    whether the stage fits.
+    """
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
@@ -254,7 +259,8 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
     """Return the stages that do not fit, with the recipe keys that reduce their memory; stages with the same advice
-    share a line."""
+    share a line.
+    """
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
@@ -291,14 +297,16 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
 
 def is_update(memory: Mapping[str, int]) -> bool:
     """Return whether a stage needs the most memory in the optimizer's update, and not in the forward and backward
-    passes."""
+    passes.
+    """
     updated = sum(memory[part] for part in (*UPDATED, "update"))
     return memory["update"] > 0 and updated == memory["total"]
 
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
     """Return the bytes that one part of the memory (such as kept activations) has at the peak of a step; a part that
-    does not exist at the peak has 0 bytes."""
+    does not exist at the peak has 0 bytes.
+    """
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 

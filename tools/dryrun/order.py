@@ -62,7 +62,8 @@ def _tensor(item: Mapping) -> str:
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
     """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; [] if the
-    ranks can run together."""
+    ranks can run together.
+    """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -79,7 +80,8 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
     """Return the number of groups on which the compiled ranks call collectives ("all"), and the number of those that
-    contain at least two compiled ranks ("compared")."""
+    contain at least two compiled ranks ("compared").
+    """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 
@@ -148,7 +150,8 @@ class Links:
 
     def as_json(self) -> dict[str, int]:
         """Return the numbers of the pairs of stages that were compared directly, that other stages with the same layers
-        represented, and that were not compared, as a dictionary for `--json`."""
+        represented, and that were not compared, as a dictionary for `--json`.
+        """
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 

@@ -52,7 +52,8 @@ class Stage:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Return a key that is equal for two stages if their compiled graphs differ only in layer numbers, ranks and
-        the order of passes."""
+        the order of passes.
+        """
         return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
 
     @property

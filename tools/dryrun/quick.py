@@ -168,7 +168,8 @@ class Small(NamedTuple):
 
 def quick_plan(recipe: Recipe) -> Plan:
     """Return the plan of a quick dry run: the few compiles from which `compose` computes all stages. A recipe with only
-    one stage is compiled unchanged."""
+    one stage is compiled unchanged.
+    """
     view = View(recipe)
     if view.pp == 1:
         return plan_jobs(recipe)
@@ -180,7 +181,8 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 def small_of(recipe: Recipe) -> Small:
     """Return a recipe of a small model that has one layer of each kind of the real model, and at the end one layer of
-    the last kind with the head and the MTP layers."""
+    the last kind with the head and the MTP layers.
+    """
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -284,7 +286,8 @@ class _Compiled:
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
         """Return the activation bytes of a micro-batch's forward and backward passes through a chunk of the given kinds
-        of layers, with the embedding and the head if requested."""
+        of layers, with the embedding and the head if requested.
+        """
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

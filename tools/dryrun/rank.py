@@ -174,7 +174,8 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 def even_rows(view: View) -> int:
     """Return the number of token copies that a rank dispatches to experts in a micro-batch: its number of tokens x
-    top-k."""
+    top-k.
+    """
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 

@@ -158,7 +158,8 @@ def _together(report: Mapping[str, Any]) -> str:
 
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Return sentences that say which results of a dry run were derived from other results instead of being
-    compiled."""
+    compiled.
+    """
     if report["quick"]:
         return [
             "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "

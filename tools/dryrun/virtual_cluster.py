@@ -33,7 +33,8 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 class VirtualCluster(Ranks):
     """A `VirtualCluster` describes a cluster of `devices` devices that do not exist, and in which this process compiles
-    as one rank."""
+    as one rank.
+    """
 
     def target_ascend(self) -> None:
         """Make MindSpore compile for Ascend from now on; call this method after the model is built."""

@@ -183,7 +183,8 @@ class Configuration:
     @property
     def head_parts(self) -> int:
         """Return the number of parts into which context parallelism cuts the attention heads; 1 if the heads are not
-        cut."""
+        cut.
+        """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
@@ -194,7 +195,8 @@ class Configuration:
     @property
     def item(self) -> int:
         """Return the bytes of an element in the compute dtype; fp8 and fp4 count as bf16, from which they are
-        converted."""
+        converted.
+        """
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -389,7 +391,8 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 def joined(names: Iterable[str]) -> str:
     """Return the recompute options of a layer joined to one name, such as "select+attention"; "none" if there are no
-    options."""
+    options.
+    """
     return "+".join(names) or "none"
 
 
@@ -400,7 +403,8 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
     """Return the number of ranks over which tensor and expert parallelism cut a weight, before the optimizer shards
-    it."""
+    it.
+    """
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1
@@ -427,7 +431,8 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
     """Return the number of ranks over which the optimizer shards a weight; 1 if the weight is too small, or if its rows
-    are not divisible by `shard_group`."""
+    are not divisible by `shard_group`.
+    """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

@@ -140,7 +140,8 @@ def newer_error(hardware: Hardware) -> Newer | None:
 
 def cluster_file(name: str) -> Path:
     """Return the path of the file that describes the hardware of a cluster; a name that is no cluster of this
-    repository is taken as a path."""
+    repository is taken as a path.
+    """
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
@@ -148,7 +149,8 @@ def cluster_file(name: str) -> Path:
 
 def cluster(name: str) -> Hardware:
     """Return the hardware of a cluster, which is described in `tools.hardware`, in a file of the user, or, for clusters
-    that only published measurements used, beside those measurements."""
+    that only published measurements used, beside those measurements.
+    """
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
     version = (os.path.abspath(file), known.st_mtime_ns, known.st_ino, known.st_size) if known else ()
@@ -309,7 +311,8 @@ class DeviceTimes:
 
     def launching(self, operators: float) -> float:
         """Return the seconds that launching the given number of operators takes, if the device waits for each
-        launch."""
+        launch.
+        """
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:

@@ -38,7 +38,8 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
     """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
-    and stage."""
+    and stage.
+    """
     if table is None:
         return []
     where = places(layers, schedule)
@@ -252,7 +253,8 @@ def _shard_threshold(view: View) -> int:
 
 def recompute_of(view: View, layers: Table) -> Recompute:
     """Return for each kind of recomputation how many layers of each chunk and stage a recipe recomputes; a list of
-    zeros means the same as False."""
+    zeros means the same as False.
+    """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=not_empty(read(view.get((*section, "recompute")), layers)),
@@ -265,7 +267,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 def reader_of(view: View) -> Reader:
     """Return the function that reads a recipe's recompute keys: the keys hold counts of layers, or, if the recipe swaps
-    activations, the numbers of single layers."""
+    activations, the numbers of single layers.
+    """
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
@@ -300,14 +303,16 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 def patterns_of(value: Any) -> list[str]:
     """Return the operator patterns in the value of a recompute key; [] if the value names none, so that MindFormers
-    chooses the operators."""
+    chooses the operators.
+    """
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
     """Return whether an operator pattern matches the norms of a layer; MindFormers compares each part of the pattern
-    with one part of the operator's path of cells."""
+    with one part of the operator's path of cells.
+    """
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -360,7 +365,8 @@ def not_empty(table: Table | None) -> Table | None:
 
 def has_counts(value: Any) -> bool:
     """Return whether the value of a recompute key holds lists of numbers, which fit only one number of pipeline stages
-    and chunks."""
+    and chunks.
+    """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
@@ -368,7 +374,8 @@ def has_counts(value: Any) -> bool:
 
 def plain_value(table: Table | None, layers: Table) -> Any:
     """Return a table [chunks][stages] in the form in which a recompute key states it: a flag, or a list of counts in
-    the shape of the key `offset`."""
+    the shape of the key `offset`.
+    """
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
@@ -454,7 +461,8 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
     """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the name of the rule of
-    `tc3 check`; None if it compiles."""
+    `tc3 check`; None if it compiles.
+    """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
     if model.qk_dim != model.v_dim:

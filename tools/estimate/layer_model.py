@@ -147,7 +147,8 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
     """Return for each group of operators that can be recomputed (attention, MLP, experts) the work that a layer repeats
-    if it recomputes this group."""
+    if it recomputes this group.
+    """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)
@@ -184,7 +185,8 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 def score_bytes(config: Configuration) -> float:
     """Return the bytes that attention without a fused kernel moves for its scores in the forward pass; 0 with a fused
-    kernel."""
+    kernel.
+    """
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)

@@ -246,14 +246,16 @@ class Parts:
 
     def less(self, other: Parts) -> Parts:
         """Return the difference of the seconds of this layer and of another layer for each part (such as matmul or
-        attention)."""
+        attention).
+        """
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
 class LayerTime:
     """A `LayerTime` holds the seconds of a layer's forward pass and backward pass, and the seconds that each recompute
-    option adds to the backward pass."""
+    option adds to the backward pass.
+    """
 
     forward: Parts
     backward: Parts

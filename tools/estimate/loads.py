@@ -79,19 +79,22 @@ class Loads:
     @property
     def ratios(self) -> np.ndarray:
         """Return the load of the fullest device divided by the mean load of its group, at least 1, [steps,
-        micro-batches, layers]."""
+        micro-batches, layers].
+        """
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
     def typical(self) -> float:
         """Return the mean of max/mean (the fullest device's load over the mean load) over steps, micro-batches and
-        layers."""
+        layers.
+        """
         return float(self.ratios.mean())
 
     @property
     def words(self) -> str:
         """Return a description of the loads in words, with the distribution of max/mean (the fullest device's load over
-        the mean load) if it varies."""
+        the mean load) if it varies.
+        """
         ratios = self.ratios
         if ratios.min() == ratios.max():
             return f"{self.source}: busiest rank {ratios.max():g} x the mean"
@@ -103,7 +106,8 @@ class Loads:
 
     def as_json(self) -> dict[str, Any]:
         """Return the source of the loads and the distribution of max/mean (the fullest device's load over the mean
-        load), as a dictionary for `--json`."""
+        load), as a dictionary for `--json`.
+        """
         ratios = self.ratios
         middle, high = map(float, np.quantile(ratios, (0.5, 0.95)))
         found = {"mean": self.typical, "median": middle, "quantile_95": high, "worst": float(ratios.max())}
@@ -146,7 +150,8 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
 
 def family_of(config: Configuration) -> str:
     """Return the kind of a model's attention (mla, mha or gqa), by which the file published/loads.yaml groups
-    models."""
+    models.
+    """
     model = config.model
     return "mla" if model.latent is not None else "mha" if model.kv_heads == model.heads else "gqa"
 

@@ -63,7 +63,8 @@ def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
     """Return the seconds of a forward pass and a backward pass that run as a pair, through layers with different times;
-    the layers are listed in the order in which each pass runs them."""
+    the layers are listed in the order in which each pass runs them.
+    """
     chains = _chain(forward, 0), _chain(backward, 1)
     # of layers that are alike a product, which rounds once
     alike = all(one == backward[0] for one in backward)

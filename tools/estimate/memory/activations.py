@@ -47,7 +47,8 @@ from tools.model import Weight, weights
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
     """Return the bytes of the spare gradient buffers of Transformer Engine, which has one such buffer for all weights
-    of the same shape."""
+    of the same shape.
+    """
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -71,7 +72,8 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 def megatron_loss_pass(config: Configuration) -> float:
     """Return the bytes that the loss needs in Megatron: the logits, the input of the output layer, which is gathered
-    again, and the gradient of this input."""
+    again, and the gradient of this input.
+    """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -111,7 +113,8 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
     """Return a dictionary module (such as attention) -> bytes of activations that a layer keeps there for its backward
-    pass."""
+    pass.
+    """
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -227,7 +230,8 @@ def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
     """Return the part of a chunk (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
-    activations, and these bytes."""
+    activations, and these bytes.
+    """
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:

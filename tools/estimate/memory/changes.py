@@ -58,7 +58,8 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
     """Return the pairs of changes of a run that together need less memory on the fullest stage than each of the two
-    changes by itself."""
+    changes by itself.
+    """
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
         if name.split(" ")[0] == other.split(" ")[0]:
@@ -192,7 +193,8 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
 
     def fitted(table: Table | None) -> Table | None:
         """Return a recompute table [chunks][stages] adapted to the new numbers of layers: all layers if all were
-        recomputed before, otherwise at most the layers that exist."""
+        recomputed before, otherwise at most the layers that exist.
+        """
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -215,7 +217,8 @@ _SHOWN = 3  # changes of each sort
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
     """Return one line that names the single changes with which the run fits according to the memory model, and the
-    memory that other changes would leave."""
+    memory that other changes would leave.
+    """
     try:
         require_known(recipe)
         own, room = from_recipe(recipe), limit * (1 - known_errors().margin)

@@ -110,7 +110,8 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 def most_possible(config: Configuration) -> float:
     """Return the largest max/mean (the fullest device's load over the mean load) that any router can cause: a token has
-    at most one copy for each expert of a device."""
+    at most one copy for each expert of a device.
+    """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
 
@@ -129,7 +130,8 @@ class Even:
 
 class Needs(NamedTuple):
     """A `Needs` holds for each step the smallest possible, the expected and the largest possible number of bytes on the
-    fullest device, each [steps]."""
+    fullest device, each [steps].
+    """
 
     least: np.ndarray
     total: np.ndarray
@@ -171,7 +173,8 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 @dataclass(frozen=True)
 class Judged:
     """A `Judged` holds whether a run fits into memory at even loads, up to which unevenness it fits, and which steps of
-    the given loads fit."""
+    the given loads fit.
+    """
 
     fits: bool  # at even loads, surely, given the model's known error
     up_to: float  # the largest max/mean in every layer with which the run surely fits; 0 if it does not at even loads
@@ -195,7 +198,8 @@ class Judged:
     @property
     def open(self) -> np.ndarray:
         """Return for each step of the loads whether the known error of the memory model leaves open whether the step
-        fits, as bool [steps]."""
+        fits, as bool [steps].
+        """
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
@@ -206,7 +210,8 @@ class Judged:
     @property
     def lines(self) -> list[str]:
         """Return sentences that say up to which max/mean (the fullest device's load over the mean load) the run fits,
-        and how many steps of the given loads do not fit."""
+        and how many steps of the given loads do not fit.
+        """
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
         elif self.up_to >= self.most:
@@ -240,7 +245,8 @@ class Judged:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result for `--json`: up to which load the run fits, how many steps do not fit, and for each stage
-        the step that needs the most memory."""
+        the step that needs the most memory.
+        """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found

@@ -78,13 +78,15 @@ class StageMemory:
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
     """Return the weights of a pipeline stage; those of the last stage include the embedding if the model has MTP layers
-    or a tied head."""
+    or a tied head.
+    """
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
     """Return each weight of a stage's layers once for each kind of layer, with the number of layers of this kind on the
-    stage."""
+    stage.
+    """
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -99,7 +101,8 @@ def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
     """Return the bytes on one device of a stage as (weights, optimizer state, accumulated gradients, gathered
-    weights)."""
+    weights).
+    """
     rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
@@ -141,7 +144,8 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
     """Return the bytes of weights, optimizer state and gradients on a device as a dictionary (part, module) ->
-    bytes."""
+    bytes.
+    """
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -154,7 +158,8 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 def exchanged(config: Configuration, stage: int) -> float:
     """Return the bytes that a device needs in addition to the model while `plugins.expert_balance` moves experts to
-    other devices."""
+    other devices.
+    """
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
@@ -241,7 +246,8 @@ def _in_turn(config: Configuration, stage: int) -> float:
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
     """Return how many micro-batches of each chunk are in flight when the pipeline schedule keeps the most activations;
-    there may be several such moments, one in each row of the result [moments, chunks]."""
+    there may be several such moments, one in each row of the result [moments, chunks].
+    """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)
@@ -254,7 +260,8 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
     """Return for each chunk of a stage a dictionary module -> bytes of activations that one micro-batch keeps there for
-    the backward pass."""
+    the backward pass.
+    """
     found = []
     for pairs in stage_layers(config, stage):
         own: dict[str, float] = {}
@@ -316,7 +323,8 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
     """Return the bytes of a stage's communication buffers; 0 for software other than MindFormers, because the bytes of
-    its passes include the buffers."""
+    its passes include the buffers.
+    """
     if not config.training_graph:
         return 0.0
     return max((buffers(config, kind) for kind in set(kinds) if kind in ("dense", "moe")), default=0.0)
@@ -324,7 +332,8 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
     """Return the part of a stage (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
-    activations, and these bytes."""
+    activations, and these bytes.
+    """
     return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 
 

@@ -76,17 +76,20 @@ class MemoryErrors:
 
     def fitting(self, predicted: float, limit: float) -> int:
         """Return the number of published runs that would fit into `limit` bytes if their predicted memory were
-        `predicted` bytes."""
+        `predicted` bytes.
+        """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
         """Return as text, such as ``"15 of 24"``, how many of the published runs would fit into `limit` bytes if their
-        predicted memory were `predicted` bytes."""
+        predicted memory were `predicted` bytes.
+        """
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
         """Return a sentence for each run whose memory error in `found` differs from its error in the file
-        errors.yaml."""
+        errors.yaml.
+        """
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -130,7 +133,8 @@ class Room:
     @property
     def bytes(self) -> float:
         """Return the bytes that a predicted memory may reach: the memory limit minus the margin for the error of
-        predictions."""
+        predictions.
+        """
         return self.cap * (1 - self.margin)
 
     @property

@@ -37,7 +37,8 @@ UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too;
 
 class Owner(NamedTuple):
     """An `Owner` names the purpose of a number of bytes: a part of the memory (such as weights), and the module or pass
-    that needs the bytes."""
+    that needs the bytes.
+    """
 
     part: str
     module: str
@@ -78,20 +79,23 @@ class TimeLine:
     @property
     def fullest(self) -> int:
         """Return the index of the moment with the most bytes; of several such moments, that of the first one in a
-        backward pass."""
+        backward pass.
+        """
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
         """Return what the memory holds at its peak as pairs (owner, bytes), the largest first; owners without bytes are
-        left out."""
+        left out.
+        """
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
     def peak_as_json(self) -> dict[str, Any]:
         """Return the bytes at the peak, the pass that runs at this moment, and the parts and modules that hold the
-        bytes, the largest first."""
+        bytes, the largest first.
+        """
         owners = [owner._asdict() | {"bytes": size} for owner, size in self.at_peak()]
         return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
 
@@ -180,7 +184,8 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
 
 def updating_owners(size: float) -> dict[Owner, float]:
     """Return the bytes that the optimizer's update needs (`tools.estimate.memory.model.updating`) as a dictionary owner
-    -> bytes for a time line."""
+    -> bytes for a time line.
+    """
     return {Owner(UPDATE, "divided gradients"): size} if size else {}
 
 

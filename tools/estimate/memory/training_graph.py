@@ -82,7 +82,8 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 @lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
     """Return the module (such as experts) to which a weight of `tools.model` belongs; weights whose names match no
-    pattern belong to attention."""
+    pattern belong to attention.
+    """
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
@@ -215,7 +216,8 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
     """Return the peak of the bytes that the loss needs in addition to kept activations; with `mtp`, the gradient of the
-    MTP layers' logits is included."""
+    MTP layers' logits is included.
+    """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp

@@ -97,7 +97,8 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
     """Return the efficiencies as the vector that the fit changes: parameters that are shares are unchanged, and all
-    others are logarithms."""
+    others are logarithms.
+    """
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
@@ -209,7 +210,8 @@ def _fit(
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
     """Return the text of a hardware file called `name`: the file of `cluster` with efficiencies that were fitted to the
-    measurements of `source`."""
+    measurements of `source`.
+    """
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}

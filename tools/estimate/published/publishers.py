@@ -82,7 +82,8 @@ _GROUPS = {
 
 def settings_of(group: str, cluster: str) -> Settings:
     """Return the software settings of a group of published measurements, or, if the group is unknown, those of the
-    software that usually runs on the cluster."""
+    software that usually runs on the cluster.
+    """
     return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
 
@@ -123,7 +124,8 @@ def _model(entry: dict[str, Any]) -> Model:
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
     """Return the assumed number of samples in a micro-batch for a row of measurements that does not state this
-    number."""
+    number.
+    """
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -135,7 +137,8 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
     """Return the assumed number of interleaved chunks for a row of measurements that does not state it: the smallest
-    number above 1 that divides the layers of a stage."""
+    number above 1 that divides the layers of a stage.
+    """
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -154,7 +157,8 @@ def recomputation(words: str, layers: Table, selective: str) -> Recompute:
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
     """Return the configuration of a row of torchtitan's measurements, read from its layout ("FSDP32 TP8"), the number
-    of samples of a data-parallel rank, and the technique."""
+    of samples of a data-parallel rank, and the technique.
+    """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -239,14 +243,16 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 def release(row: str) -> str:
     """Return the release of the software, such as "26.04.01", from the id of a row of measurements; "" if the id names
-    no release."""
+    no release.
+    """
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
     """Return the configuration of a row of Megatron-Bridge's measurements with the settings of the recipe that was
-    measured; these settings are added to the list `assumed`."""
+    measured; these settings are added to the list `assumed`.
+    """
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:

@@ -24,7 +24,8 @@ QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mf
 @dataclass(frozen=True)
 class Prediction:
     """A `Prediction` holds the predicted values of one row of a measurements file; values that cannot be predicted are
-    None, and `reason` states the cause."""
+    None, and `reason` states the cause.
+    """
 
     row: Row
     step_time_s: float | None = None
@@ -48,7 +49,8 @@ class Prediction:
 
 def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
     """Return the prediction for one row of a measurements file; `efficiency`, if given, replaces the efficiencies of
-    the row's device type."""
+    the row's device type.
+    """
     config = row.config
     if config is None:
         return Prediction(row, reason=row.reason)
