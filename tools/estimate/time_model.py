@@ -156,9 +156,9 @@ class GradientTimes(LayerTimes):
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
         """Return the seconds for the communication of weights and gradients that computation does not hide. A
-        micro-batch computes for `work` seconds on the stage; the computation of all micro-batches hides what is sent
-        for each of them, and the computation of `rounds` micro-batches hides what is sent once in a step. All arguments
-        may be arrays.
+        micro-batch computes for `work` seconds on the stage. If data are sent for each micro-batch, the computation of
+        all micro-batches hides the communication, otherwise that of only `rounds` micro-batches. All arguments may be
+        arrays.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches

@@ -93,9 +93,7 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return the layer type and the recompute option that each of the K entries of a chunk in a plan [K, C]
-        counts.
-        """
+        """Return the layer type and the recompute option that each of the K rows of a plan [K, C] counts."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
@@ -124,9 +122,7 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the time of `ends` that is spent on receiving from another stage, [stages]; here it is
-        0.
-        """
+        """Return for each stage the time in `ends` for receiving from another stage, [stages]; here it is 0."""
         return np.zeros(self.stages)
 
     @cached_property
@@ -187,8 +183,8 @@ class Instance:
 
     @cached_property
     def kept_out(self) -> np.ndarray:
-        """Return for each layer type and recompute option whether `last_option` forbids this option for layers of the
-        last chunk, bool [K].
+        """Return for each layer type and recompute option whether the last chunk may not use it (`last_option`), bool
+        [K].
         """
         has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
         names = [(t, self.types[t].options[o].name) for t, o in self.columns]
@@ -196,8 +192,8 @@ class Instance:
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each layer type and recompute option the position of the option in `order` (the strongest is 0),
-        [K]; all positions are 0 if any order is allowed.
+        """Return for each layer type and recompute option the option's position in `order`, [K]; 0 if any order is
+        allowed.
         """
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
@@ -218,9 +214,7 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder values of the chunks, [..., C], from the model's order to the order of the chunks' numbers (see
-        `places`), or back.
-        """
+        """Reorder values by chunk [..., C] from the model's order to the order of the numbers in `places`, or back."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
@@ -234,9 +228,7 @@ class Instance:
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward, and 0 for weight
-        gradients if the schedule splits them off.
-        """
+        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward and 0."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
@@ -314,8 +306,8 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether in every chunk the recompute options do not become stronger from one layer type
-        to the next, bool [N].
+        """Return for each plan whether no chunk's recompute options become stronger from one layer type to the next,
+        bool [N].
         """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):

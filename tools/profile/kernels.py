@@ -189,7 +189,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 def expanded(kernel: Kernel) -> bool:
     """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of
-    such a kernel does not name a cell.
+    such a kernel does not name the cell (module) of the model to which it belongs.
     """
     return kernel.name.startswith("Expand/")
 

@@ -34,7 +34,8 @@ from tools.weights.source import Source, refuse_target, require_room
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is a box of elements that is copied from a slice of the old layout to a slice of the new layout.
+    """A `Piece` is a rectangular block of a tensor's elements that is copied from a slice of the old layout to a slice
+    of the new layout.
 
     Args:
         place: the number of the old slice, counted in row-major order.
