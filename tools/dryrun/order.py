@@ -36,7 +36,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe, or of its plugin, that put the call into the graph."""
+        """Return the key of the recipe because of which the graph contains this collective."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:

@@ -241,7 +241,7 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return the sum of the seconds of all parts."""
+        """Return the seconds of the whole layer, which are the sum of the seconds of its parts."""
         return sum(getattr(self, name) for name in Parts.__dataclass_fields__)
 
     def less(self, other: Parts) -> Parts:

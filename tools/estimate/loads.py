@@ -65,10 +65,10 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The layers are the
-    decoder's MoE layers in their order, then the MTP layers; missing loads of MTP layers are assumed to be those of the
-    last layer. An axis of length 1 stands for all micro-batches of a step, for all layers, or, if only the load of the
-    fullest device is known, for this device.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The loads of the
+    decoder's MoE layers come first, in order, and then those of the MTP layers; missing loads of MTP layers are assumed
+    to be those of the last layer. An axis of length 1 stands for all micro-batches of a step, for all layers, or, if
+    only the load of the fullest device is known, for this device.
     """
 
     shares: np.ndarray  # [steps, micro-batches, layers, devices]

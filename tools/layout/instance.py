@@ -70,8 +70,8 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
-    uses.
+    """An `Instance` is one pipeline-balance problem: which layers go to which pipeline stage, and what they recompute.
+    Times and memory are in the units that the file of the instance uses.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder values by chunk [..., C] from the model's order to the order of the numbers in `places`, or back."""
+        """Reorder values by chunk [..., C] from the model's order to the order by number on the stage, or back."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property

@@ -87,7 +87,7 @@ class Op(NamedTuple):
 
 
 def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
-    """Return the operations of an order as integers, [operations, COLUMNS].
+    """Return the order of a stage's operations as a table of integers, [operations, COLUMNS].
 
     An item of the order that holds two operations is a pair: a forward pass, and a backward pass of another
     micro-batch, that run together. In the table, the second row of a pair has a 1 in the last column.

@@ -111,7 +111,7 @@ def uninterrupted() -> Iterator[None]:
 @contextmanager
 def deaf_children() -> Iterator[None]:
     """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
-    ends these child processes.
+    ends the child processes that the block starts.
 
     The child processes inherit a blocked SIGINT. Python's signal handlers are not inherited, and if this process
     ignored SIGINT, a Ctrl-C during the block would be lost.

@@ -33,7 +33,7 @@ class Part:
 
     @property
     def spread(self) -> Spread:
-        """Return how this part, as a separate tensor, is distributed over the ranks (its spread)."""
+        """Return how this part of the split value is distributed over the ranks (its spread)."""
         return places.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 

@@ -76,8 +76,8 @@ class Mesh:
 
     def neighbours(self, rank: int) -> dict[str, int]:
         """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none,
-        the rank before it. For `FAR` return the rank at the other end of every axis (the last one, or the first one if
-        the rank itself is the last), unless this rank is one of the neighbours.
+        the rank before it. The key `FAR` holds the rank at the other end of every axis (the last rank, or the first one
+        if the rank itself is the last), unless it is one of the neighbours.
         """
         found, end = {}, rank
         for axis, place in self.places(rank).items():

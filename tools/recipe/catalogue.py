@@ -296,7 +296,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing, and exit with code 1 if recipes/README.md is out of date.")
 def main(check: bool) -> None:
-    """Write recipes/README.md from the cards."""
+    """Write recipes/README.md from the files card.yaml."""
     target = RECIPES / "README.md"
     try:
         text = catalogue(RECIPES)

@@ -346,8 +346,8 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that is written and is not a mapping. (`tc3 check` lists all such sections
-    instead.)
+    """Raise an error for the first section that is written and is not a mapping. Unlike this function, `tc3 check`
+    lists all sections that are not mappings.
 
     Raises:
         RecipeError: the message has file, line and key path.

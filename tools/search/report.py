@@ -206,7 +206,7 @@ def memory_words(request: Request) -> list[str]:
 
 
 def assumptions(found: Found, times: TimeModel) -> list[str]:
-    """Return lines that list the data and the assumptions behind the results."""
+    """Return lines that list the data and the assumptions behind the results of a search."""
     request, hardware = found.request, times.hardware
     known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]

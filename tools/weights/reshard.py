@@ -139,7 +139,7 @@ class Written:
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
     """Return a function that writes the file of one rank with one kind of tensors (weights or optimizer state) into
-    `folder`. Each worker process builds this function once.
+    `folder`. Each worker process calls `writer` once.
     """
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 

@@ -43,8 +43,8 @@ FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no l
 
 
 def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
-    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`, by the common rule of `tc3 memory`, `tc3 dryrun` and `tc3 search
-    --verify`.
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for a job that needs between `least` and `most` bytes on a device;
+    `tc3 memory`, `tc3 dryrun` and `tc3 search --verify` use this rule.
 
     Args:
         least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
@@ -104,7 +104,8 @@ def known_errors() -> MemoryErrors:
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as errors.yaml; the errors are rounded down so that no margin becomes smaller.
+    """Write the memory errors of published runs to a file such as errors.yaml; the errors are rounded down so that no
+    margin becomes smaller.
 
     Raises:
         DataError: the file cannot be written.

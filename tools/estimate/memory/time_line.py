@@ -190,9 +190,9 @@ def updating_owners(size: float) -> dict[Owner, float]:
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return the schedule with the fewest micro-batches that needs as much memory as the schedule with all of them,
-    from the seconds of a micro-batch [chunks, stages] and of a transfer. The function raises RecipeError if the
-    schedule cannot run.
+    """Return a simulation of the pipeline schedule with the fewest micro-batches that need as much memory as all of
+    them, given the seconds of a micro-batch's passes [chunks, stages] and of a transfer. The function raises
+    RecipeError if the schedule cannot run.
     """
     few, schedule = enough(config.schedule, config.pp, config.micro_batches), config.schedule
     if config.pp == 1:  # accumulation finishes one micro-batch before the next, whatever the scheduler is called
@@ -235,8 +235,8 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
-    """Draw the memory of a stage over one step to an .svg or .png file, and return `path`; a limit of 0 bytes is none.
-    The function raises the errors of `tools.files.figure.save_figure`.
+    """Draw the memory of a stage over one step to an .svg or .png file, and return `path`; a limit of 0 means that
+    there is no limit. The function raises the errors of `tools.files.figure.save_figure`.
     """
     figure = new_figure(11, 4.6)
     axes = figure.subplots()

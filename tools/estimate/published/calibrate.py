@@ -104,7 +104,9 @@ def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with the parameters `names` set to `where`, which has the form of `coordinates`."""
+    """Return the efficiencies `values` in which the parameters `names` are replaced by the vector `where` of a fit,
+    which has the form of `coordinates`.
+    """
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)

@@ -151,8 +151,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return {"rows", "mean", "worst"} for "all" rows, for each device and for each group: the number of rows that are
-    used to `fit`, and the mean and the largest of their absolute errors.
+    """Return the number of predictions ("rows") and their "mean" and "worst" absolute error for all rows of
+    measurements, for each device and for each group; only rows to which efficiencies are fitted count.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

@@ -70,8 +70,8 @@ def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Group the rows of a block that are equal in the named columns: return the first row of each group, and the number
-    of each row's group, [rows].
+    """Group the candidates of a block that are equal in the named columns: return the first row of each group, and the
+    number of each row's group, [rows].
     """
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)

@@ -33,8 +33,8 @@ HEADS = TABLES["loads"]
 
 @dataclass(frozen=True)
 class Uneven:
-    """An `Uneven` is a layout with its predicted seconds of a step at even loads and under uneven loads. Its name is
-    the number of the layout in the ranking at even loads, the name of a pipeline schedule, or "recipe".
+    """An `Uneven` is a layout with its predicted seconds of a step at even loads and under uneven loads. The field
+    `name` is the number of the layout in the ranking at even loads, the name of a pipeline schedule, or "recipe".
     """
 
     name: str
