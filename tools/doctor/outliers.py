@@ -412,7 +412,7 @@ MEASURES: tuple[Measure, ...] = ("matmul", "memory", "disk")
 
 
 def probes_of(bundle: Bundle) -> dict[str, Probe]:
-    """Return the probe of each host from the results of `tc3 firsthour` (a bundle).
+    """Return the probe (speed test) of each host from a bundle, which is a file with the results of `tc3 firsthour`.
 
     Raises:
         DataError: `tc3 firsthour` has probed no host.

@@ -240,7 +240,9 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
 
 
 def text_of(job: Job) -> Path:
-    """Return the path of the text (gzip) of an equal job's final graph, if it was requested (`tc3 fusion`)."""
+    """Return the path of the compressed text of a compile's final graph, which is stored only if a command (such as
+    `tc3 fusion`) requested it.
+    """
     return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
 
 

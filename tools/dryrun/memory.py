@@ -1,5 +1,5 @@
-"""This module counts the memory of one device of a compiled stage, in bytes and by owner. All bytes are exact, except
-those of activations.
+"""This module counts the memory of one device of a compiled pipeline stage, in bytes and by purpose (such as weights).
+All bytes are exact, except those of activations.
 
 A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
 the group over which the optimizer shards this slice again (ZeRO). A rank holds the elements of the slice divided by the
@@ -121,7 +121,9 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """A `Memory` holds the bytes of one device's memory, by owner."""
+    """A `Memory` holds the bytes of each part of one device's memory, such as weights, optimizer state and
+    activations.
+    """
 
     weights: int  # parameters in their stored type, and buffers that no optimizer updates
     state: int  # of the optimizer

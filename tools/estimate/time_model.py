@@ -336,10 +336,11 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
-        A pair hides time only in MoE layers. Half of a layer's computation is assumed to run before the dispatch of
-        tokens, and the other half to be the computation of experts; recomputation in a backward pass hides no
-        communication. The argument `ratios` holds for each MoE layer the load of the fullest device over the mean load.
+        """Return the seconds that are saved when a forward pass and a backward pass run as a pair, [chunk of the
+        forward pass, chunk of the backward pass, stage]. A pair hides time only in MoE layers. Half of a layer's
+        computation is assumed to run before the dispatch of tokens, and the other half to be the computation of
+        experts; recomputation in a backward pass hides no communication. The argument `ratios` holds for each MoE layer
+        the load of the fullest device over the mean load.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)

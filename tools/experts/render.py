@@ -272,7 +272,9 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print the tables of a study (loads by layer, and results by policy), and the assumptions behind these tables."""
+    """Print the tables of a study of expert loads (loads by layer, and results by policy of moving experts), and the
+    assumptions behind these tables.
+    """
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()

@@ -303,7 +303,7 @@ def _report(
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
     """Return the predicted step under given loads, from a simulation of the recipe's pipeline schedule; a schedule that
-    cannot be simulated counts as 1F1B, with which dispatch modes compare equally well.
+    cannot be simulated is replaced by 1F1B, which suffices for a comparison of dispatch modes.
     """
     try:
         return times.under(config, loads, simulated=True)

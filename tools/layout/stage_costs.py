@@ -1,4 +1,5 @@
-"""This module computes the least work that a pipeline stage can have with given layers under its memory cap.
+"""This module computes the least work (the time of its layers for one micro-batch, with recomputation) that a pipeline
+stage can have with given layers under its memory cap.
 
 The work of a stage is the time of its layers including recomputation. A stage that holds given layers recomputes as
 little as its memory allows, independently of the other stages: for few layers all combinations of recompute options are
@@ -36,7 +37,9 @@ def compositions(count: int, options: int) -> np.ndarray:
 
 
 class StageCosts:
-    """A `StageCosts` computes the least work of each stage for any number of layers that the stage may hold."""
+    """A `StageCosts` computes the least work of each pipeline stage (the time of its layers for one micro-batch, with
+    recomputation) for any number of layers that the stage may hold.
+    """
 
     def __init__(self, instance: Instance):
         self.instance = instance

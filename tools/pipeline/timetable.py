@@ -37,7 +37,7 @@ PAIR = 3  # in `Timetable.paired`
 class Timetable:
     """A `Timetable` holds the operations of a pipeline schedule as a table [levels, stages], in which each operation
     stands on a later level than the operations that it waits for. Places of the table without an operation take no
-    time. In the descriptions below, C stands for parts x chunks x stages.
+    time. In the description of a timetable's arrays, C stands for parts x chunks x stages.
 
     A pair (a forward and a backward pass that run together) takes one place of the timetable.
 

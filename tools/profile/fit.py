@@ -59,8 +59,8 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds before and
-    after.
+    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds of the
+    profiled step before and after the fit.
 
     Args:
         efficiency: the efficiencies after the fit; those that `fitted` does not name are unchanged.

@@ -30,7 +30,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` gives the sizes of a recipe. A value of the wrong type counts as its default."""
+    """A `View` gives the sizes of a recipe. For a value of the wrong type, a `View` gives the default."""
 
     recipe: Recipe
 

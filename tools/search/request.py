@@ -224,8 +224,8 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """Return the request with the choice of `groups` added: with it, layers may also recompute groups of operators. An
-    error is raised if `swapping` or `groups` is impossible.
+    """Return the request; with `groups`, the layers of its strategies may also recompute groups of operators (such as
+    attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
 
     Raises:
         RecipeError: the activation bytes of groups are unknown, the recipe lists layers by number, or the link to the

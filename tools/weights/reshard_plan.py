@@ -98,8 +98,8 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all tensors in `moves`. A resharding reads and writes each of their elements
-        once.
+        """Return the number of bytes of all tensors in `moves`. A resharding reads and writes each element of these
+        tensors once.
         """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 

@@ -140,8 +140,8 @@ class Needs(NamedTuple):
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
     """Return the memory of a stage under the given loads of the devices. If a compile has counted the bytes at even
-    loads (`even`), the memory model computes only the additional bytes of uneven loads. Otherwise the model computes
-    all bytes, and the limit is reduced by a margin for the model's error.
+    loads (`even`), the memory model computes only the additional bytes of uneven loads. If no compile has counted
+    bytes, the model computes all bytes, and the limit is reduced by a margin for the model's error.
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -187,7 +187,7 @@ class Judged:
 
     @property
     def total(self) -> np.ndarray:
-        """Return the expected bytes of the fullest device, [steps, stages]."""
+        """Return the expected bytes of the fullest device of each stage in each step of the loads, [steps, stages]."""
         return np.stack([one.total for one in self.needs], axis=1)
 
     @property
