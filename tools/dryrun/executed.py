@@ -61,8 +61,8 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step. The file is JSON
-    and has the keys "step", "calls" (the collectives) and "places" (group -> the rank's index in this group as
+    """Return the file into which rank `rank` of a sharded CPU run writes the collectives of its first step. The file is
+    JSON and has the keys "step", "calls" (the collectives) and "places" (group -> the rank's index in this group as
     MindSpore received it).
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"

@@ -1,4 +1,5 @@
-"""This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices on the CPU wheel.
+"""This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices with the CPU package of
+MindSpore.
 
 MindSpore's own dry run needs CANN. MindSpore's front end needs only a few facts about a cluster: the rank of the
 process, the sizes of groups, and the target device. `virtual_cluster` provides these, stops the compile before the
@@ -73,8 +74,8 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
 
 
 def final_graph(graphs: Path) -> Path:
-    """Return the file that a compile with ``graphs=`` writes for `collectives`: the graph after the front end's last
-    stage.
+    """Return the file with the text of the graph after the front end's last pass, which a compile in a
+    `virtual_cluster` with ``graphs=`` writes.
 
     Raises:
         ClusterError: no compile has finished in the folder, or more than one has.

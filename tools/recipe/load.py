@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe remembers where each
-of its values was written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe that was read also
+holds the file and line of each of its values.
 
 The rules of reading follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:`
 names files relative to the recipe; these files are merged shallowly with each other, and then deeply with the recipe. A
@@ -431,7 +431,7 @@ def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
 
 
 def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield a refusal of the product of the parallel degrees if no cluster has that many devices."""
+    """Yield a `Refusal` if the product of the parallel degrees is larger than the number of devices of any cluster."""
     degrees = recipe.get("parallel_config")
     written = [degrees.get(key) for key in _DEGREES] if isinstance(degrees, dict) else []
     sizes = [size for size in written if type(size) is int]

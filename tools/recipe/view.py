@@ -1,6 +1,6 @@
 """This module reads the values of a recipe that other modules use in computations. The look-ups of a `View` return a
-default for a value of the wrong type, so that rules can be checked on a broken recipe. A `View` also computes the sizes
-that rules use.
+default for a value of the wrong type, so that `tc3 check` can check the rules of a broken recipe. A `View` also
+computes sizes, such as the number of devices.
 
 A recipe may contain the value `auto`, which `tools.layout.resolve` replaces. MindFormers cannot read such a recipe, and
 no sizes can be computed from it, so `require_resolved` refuses it.

@@ -204,7 +204,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 def buffers(config: Configuration, kind: str) -> float:
     """Return the bytes of a layer's communication buffers: for an activation that tensor parallelism gathers, and for
     the token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
-    gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
+    output of a tensor-parallel AllGather and the input of a ReduceScatter exist at the same time, unless the
+    collectives are part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2

@@ -127,8 +127,8 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def updating(gradients: Iterable[tuple[float, float]]) -> float:
-    """Return the bytes that a device needs after the last pass, in addition to weights, optimizer state and accumulated
-    gradients.
+    """Return the bytes that a device needs for clipping and the optimizer, in addition to weights, optimizer state and
+    accumulated gradients.
 
     MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
     into a new tensor. All of these new tensors exist at the same time, because clipping needs the norm of all gradients
