@@ -207,8 +207,8 @@ def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
     """Return whether the stages of a dry run, which were compiled for even routing, also fit if the router loads
-    devices unevenly. The additional bytes are those that `tc3 memory --loads` predicts, with the error of that
-    prediction; the compiled bytes have the relative `error` of `fit_of`.
+    devices unevenly. The additional bytes of uneven loads are those that `tc3 memory --loads` predicts, with the error
+    of such predictions; the compiled bytes have the relative `error` of `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])

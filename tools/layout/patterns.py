@@ -71,9 +71,9 @@ def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
     """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
-    one was found. Both `goal` and the bound include the time `after` the pipeline's last pass. The bound is 0 if no
-    bound could be computed: for schedules other than 1F1B, for more than two types of layers, and if the budget does
-    not suffice for one stage.
+    one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights,
+    optimizer). The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of
+    layers, and if the budget does not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)

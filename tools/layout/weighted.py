@@ -40,7 +40,7 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
     """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if no bound could be
     computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small. Both
-    `goal` and the bound include the time `after` the pipeline's last pass.
+    `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:

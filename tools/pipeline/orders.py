@@ -1,4 +1,4 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. Some of these orders are MindSpore's,
+"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are those of MindSpore,
 and others come from papers.
 
 An operation is one piece of work of a stage, such as the forward pass of one chunk for one micro-batch; an order is the

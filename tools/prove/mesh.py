@@ -87,8 +87,8 @@ class Mesh:
         return found if end in (rank, *found.values()) else {**found, FAR: end}
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
-        """Return the axes of the device mesh that together contain the ranks r, r + `stride`, r + 2 `stride`, ...
-        (`count` ranks), the outermost axis first.
+        """Return the axes of the device mesh that together contain `count` ranks, each of them `stride` ranks after the
+        previous one; the outermost axis comes first.
         """
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
@@ -133,7 +133,7 @@ def smallest_factor(size: int) -> int:
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Return the ranks of a communication group as pairs (distance, count), the smallest distance first. For the ranks
-    0, 1, 4 and 5 these are (1, 2) and (4, 2): 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
+    0, 1, 4 and 5 the result is (1, 2) and (4, 2): 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
 
     Raises:
         NotKnown: the group cannot be written in this way.

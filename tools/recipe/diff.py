@@ -132,7 +132,9 @@ class Comparison:
     changes: list[Change] = field(default_factory=list)
 
     def group(self, name: str) -> list[Change]:
-        """Return the changes of one of `GROUPS`, in the order of the recipes."""
+        """Return the differences whose effect belongs to the group `name` (one of `GROUPS`), in the order of the
+        recipes.
+        """
         return [change for change in self.changes if change.meaning.group == name]
 
 

@@ -98,7 +98,9 @@ class View:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches of a step. Without a pipeline, MindFormers resets this number to 1."""
+        """Return the number of micro-batches of a step. Without a pipeline, MindFormers resets the number of
+        micro-batches to 1.
+        """
         return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
 
     @cached_property

@@ -1,5 +1,5 @@
 """This module computes from `offset` the number of layers that each pipeline stage holds. The module also checks the
-recompute settings, which have the same shape.
+recompute settings, which have the same shape as `offset`.
 
 In MindFormers, the number of layers of chunk v on stage p is num_layers // (stages * chunks) + offset[v][p].
 """

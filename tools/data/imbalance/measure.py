@@ -242,8 +242,8 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the speed-up by the plugin: the seconds of a step, or of its computation, divided by the seconds with
-        the plugin.
+        """Return the speed-up by `plugins/attention_balance`: the seconds of a step, or of its computation, without the
+        plugin divided by those with the plugin.
         """
         if self.result is None:
             return None
