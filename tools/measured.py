@@ -345,7 +345,7 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 def memory_in_words(bundle: Bundle) -> str:
     """Return a sentence that names the measured terms of memory in a bundle. Commands that predict other layouts than
-    the measured one print it, because they use the memory model without these terms.
+    the measured one print this sentence, because they use the memory model without the measured terms.
     """
     terms = measured_memory(bundle)
     if terms is None:

@@ -150,7 +150,7 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes "saved", "forward" and "backward" of a pipeline chunk that consists of the given layers and
     other parts, in the order of the forward pass. A forward pass accumulates the tensors that its layers keep. A
-    backward pass frees these tensors layer by layer and accumulates gradients, so its peak is that of the layer with
+    backward pass frees the kept tensors layer by layer and accumulates gradients, so its peak is that of the layer with
     the most bytes.
     """
     most = alive = 0

@@ -173,8 +173,8 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each communication group that MindSpore's C++ code created; in the graph's text only some of
-    a group's collectives state the ranks. MindSpore names such a group by a hash of its ranks, so the name shows
-    whether the ranks that a collective states are those of the group.
+    a group's collectives state the ranks. MindSpore's name of a group that its C++ code created is a hash of the
+    group's ranks, so the name shows whether the ranks that a collective states are right.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):

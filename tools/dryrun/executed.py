@@ -40,7 +40,9 @@ class _Call:
         return self.op, self.ranks, self.dtype, self.tag
 
     def fits(self, executed: _Call) -> bool:
-        """Return whether this collective, which the compile reported, may be the collective `executed`."""
+        """Return whether this collective, which the compile reported, can be the same as `executed`, which the rank
+        executed.
+        """
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:

@@ -81,7 +81,7 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
 def judge_gradients(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
-    """Return for each weight that the optimizer of `rank` updates a judgement of its gradient, as a dictionary with the
+    """Return a judgement of the gradient of each weight that the optimizer of `rank` updates, as a dictionary with the
     keys "verdict", "why", "copies", "scales" and "norm"; for a copy of another stage's weight, the keys are "copy_of"
     (a rank of that stage), "summed" and "norm". The function `tools.dryrun.scale.judge_scale` judges the value of
     "scales".
@@ -140,9 +140,7 @@ def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
-    """Return the values (such as the loss scale) with which the backward pass of a stage that computes a loss
-    starts.
-    """
+    """Return the values (such as the loss scale) with which the backward passes start on a stage that computes a loss."""
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
@@ -185,7 +183,8 @@ class _Walk:
 
     def of_weight(self, name: str) -> frozenset[Way]:
         """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW adds
-        the gradient times 1 - beta to this moment; Muon adds the whole gradient, and makes the moment orthogonal later.
+        the gradient times 1 - beta to the first moment; Muon adds the whole gradient, and makes the moment orthogonal
+        later.
         """
         found: set[Way] = set()
         for prefix in _MOMENTS:

@@ -131,8 +131,8 @@ class GradientTimes(LayerTimes):
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch. With FSDP, which sends weights and gradients in each pass, all of these seconds
-        are counted in the first number.
+        seconds for each micro-batch. With FSDP, which sends weights and gradients in each pass, the first number holds
+        the seconds of all passes of a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower

@@ -328,8 +328,8 @@ def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: fl
 def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
     """Return a lower bound on the seconds that the communication of gradients and weights and the optimizer take in a
     step, for plans whose slowest stage takes at least `slowest` seconds for a micro-batch and whose pipeline takes at
-    most `beat` seconds. The time on the slowest stage counts. This stage is assumed to have only as many layers as take
-    `slowest` seconds if all of them are fully recomputed.
+    most `beat` seconds. The bound is the time on the slowest stage, which is assumed to have only as many layers as
+    take `slowest` seconds if all of them are fully recomputed.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000

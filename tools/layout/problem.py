@@ -221,8 +221,8 @@ def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return two results for a quantity that is a sum over the weights of a stage (such as bytes): its value without
-    any layer, [stages, values], and for each kind of layer the value that one layer adds, [values]. A single stage
-    counts with all of its layers, because they cannot move.
+    any layer, [stages, values], and for each kind of layer the value that one layer adds, [values]. If there is only
+    one stage, the first result includes all layers, because they cannot move.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)

@@ -272,7 +272,7 @@ def play(
 
 def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> tuple[float, np.ndarray]:
     """Return the step time, and how often the critical path (the longest chain of operations) runs the forward pass and
-    the backward pass of each chunk. These counts, called visits, have the shape of the argument `times`.
+    the backward pass of each chunk. The counts, called visits, have the shape of the argument `times`.
 
     `times` is [2, C] with the forward and backward times of the chunks at chunk * stages + stage, or [3, C] for
     schedules that split backward passes, with the weight gradients (a part of the backward times) in the third row. The

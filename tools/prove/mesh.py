@@ -242,8 +242,8 @@ class Peers:
 
     def unevenness(self, name: str, number: int) -> Uneven | None:
         """Return a description of an operator's constants that do not grow evenly, so that their values on the last
-        rank along all axes are not those that the neighbouring ranks imply. Return None if there are no such constants,
-        or if the graph of that last rank is unknown.
+        rank along all axes are not those that the neighbouring ranks imply. Return None if all constants grow evenly,
+        or if the graph of the last rank is unknown.
 
         Texts that differ between neighbours are not compared, because no rule computes with them.
 

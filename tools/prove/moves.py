@@ -450,7 +450,7 @@ def _next_to_units(x: Spread) -> frozenset[str]:
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
     """Return the dimensions of a value after each rank along an axis has kept only its own piece of dimension `number`.
-    If this dimension begins with gathered pieces of another dimension, that other dimension is cut instead.
+    If dimension `number` begins with gathered pieces of another dimension, that other dimension is cut instead.
     """
     dims = list(x.dims)
     if not dims[number] or not isinstance(lead := dims[number][0], Block):

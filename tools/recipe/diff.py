@@ -105,8 +105,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference between two recipes. In its key path `words`, the entries of a list are named by
-    their `type`.
+    """A `Change` is one difference between two recipes. In the key path `words` of a `Change`, the entries of a list
+    are named by their `type`.
     """
 
     words: tuple[str, ...]

@@ -142,7 +142,8 @@ class Mesh(NamedTuple):
 @dataclass(frozen=True)
 class Block:
     """A `Block` holds all legal candidate strategies with the same pp and vpp as a table: a column [rows] of integers
-    for each other degree or choice. Each row stands for one candidate for each kind of recomputation in `recompute`.
+    for each other degree or choice. Each row of the table stands for one candidate for each kind of recomputation in
+    `recompute`.
     """
 
     pp: int

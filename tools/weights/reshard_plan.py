@@ -98,8 +98,8 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all tensors in `moves`. A resharding reads and writes each element of these
-        tensors once.
+        """Return the number of bytes of all tensors in `moves`. Each element of a resharded tensor is read once and
+        written once.
         """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 

@@ -171,7 +171,7 @@ def exchanged(config: Configuration, stage: int) -> float:
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the peak of the bytes that a device needs for the tensors that it sends and receives while experts move to
     other devices. Tensors are exchanged one after another, so the result is twice the bytes of the largest slice of a
-    tensor on the device. The argument `slices` holds the numbers of elements of these slices, `item` is the number of
+    tensor on the device. The argument `slices` holds the number of elements of each slice, `item` is the number of
     bytes of an element, and the optimizer's moments have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)

@@ -119,7 +119,7 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
     """Return the allowed range of each parameter of a fit, in the form of `coordinates`; no link of the given clusters
     may become faster than its nominal bandwidth. Above the nominal bandwidth the predicted time no longer changes, so a
-    fit that exceeds it could not return.
+    fit that exceeds this bandwidth could not come back below it.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

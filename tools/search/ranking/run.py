@@ -145,7 +145,7 @@ class ByStages:
     bound: float  # seconds that none of them is under
 
     def as_json(self) -> dict[str, Any]:
-        """Return the best strategy for these numbers of stages and chunks as a dictionary for `--json`."""
+        """Return the best strategy for one pair of pp and vpp as a dictionary for `--json`."""
         words = {"pp": self.pp, "vpp": self.vpp, "strategies": self.strategies, "bound_s": self.bound}
         return {**words, "step_s": self.entry.seconds if self.entry else None}
 
@@ -266,7 +266,8 @@ def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
     """Add to the answer of a search a ranking of its layouts under the loads of `--loads`, together with the layouts in
-    `others` (schedule -> layout). If Ctrl-C interrupts this, no ranking is added, and the search counts as interrupted.
+    `others` (schedule -> layout). If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
+    interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
