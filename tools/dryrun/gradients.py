@@ -140,7 +140,7 @@ def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
-    """Return the values (such as the loss scale) with which the backward passes start on a stage that computes a loss."""
+    """Return the values (such as the loss scale) with which backward passes start on a stage that computes a loss."""
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
