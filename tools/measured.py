@@ -1,4 +1,5 @@
-"""This module writes and reads bundles; a bundle is one zip file with the measurements of one run of `tc3 firsthour`.
+"""This module writes and reads bundles; a bundle is a zip file with the measurements that one run of `tc3 firsthour`
+made on a cluster.
 
 A bundle holds only JSON, YAML and text. `manifest.json` names every other file with its size and SHA-256, the date, the
 device, the versions of the software, and the digest of the recipe; its own `seal` is the SHA-256 of the rest of it.
@@ -84,7 +85,7 @@ class Bundle:
 
     @property
     def claim(self) -> str:
-        """Return the claim of a card that this bundle supports, such as "measured-910B3-512".
+        """Return the claim that a recipe card may make with this bundle as its evidence, such as "measured-910B3-512".
 
         Raises:
             DataError: a simulated cluster made the bundle.
@@ -110,13 +111,13 @@ def recipe_digest(recipe: Path) -> str:
 
 
 def hashed(host: str) -> str:
-    """Return the name that stands for a host in a bundle whose names are hashed."""
+    """Return the hashed name that replaces a host's name in a bundle."""
     return "host-" + hashlib.sha256(host.encode()).hexdigest()[:8]
 
 
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of a bundle (file -> text) with each host's name (old -> new) replaced, the longest names first.
-    A name with further letters or digits behind it is another word: "workers" stays if a host is called "worker".
+    A host's name is replaced only as a whole word: "workers" stays if a host is called "worker".
 
     Keys of JSON and YAML stay, unless hosts are the keys there, and so do verdicts and names of checks: a host may be
     called "report".
@@ -145,7 +146,7 @@ class _Hidden:
     replaced: Callable[[str], str]
 
     def of(self, value: Any, key: str = "", check: str = "") -> Any:
-        """Return the value at a key of the outcome of a check, with the names of hosts replaced."""
+        """Return a value of the results of a check, with the names of hosts replaced."""
         if isinstance(value, list):
             return [self.of(each, key, check) for each in value]
         if isinstance(value, dict):
@@ -163,7 +164,7 @@ class _Hidden:
         return self.replaced(value)
 
     def lines(self, text: str) -> str:
-        """Return YAML with the names replaced in all but its keys."""
+        """Return a YAML text in which the names of hosts are replaced everywhere except in keys."""
         parts = [re.match(r"([ -]*[\w.]+:(?=\s))?(.*)", line, re.DOTALL) for line in text.splitlines(keepends=True)]
         return "".join((part[1] or "") + self.replaced(part[2]) for part in parts if part)
 
@@ -343,8 +344,8 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def memory_in_words(bundle: Bundle) -> str:
-    """Return a sentence for a command that predicts the memory of other layouts than the one that was measured, as it
-    is modelled: which measured terms of memory the bundle holds.
+    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict other layouts than
+    the measured one print this sentence, because they use the memory model without the measured terms.
     """
     terms = measured_memory(bundle)
     if terms is None:
@@ -357,8 +358,8 @@ def memory_in_words(bundle: Bundle) -> str:
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
-    """Return the memory of a stage, multiplied by the measured factors; the reserve is subtracted elsewhere, from the
-    device's memory.
+    """Return the predicted memory of a stage with activations and buffers multiplied by the measured factors. The
+    measured reserve is not added here, because it is subtracted from the device's memory.
     """
     return replace(
         stage,

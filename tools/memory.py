@@ -1,5 +1,5 @@
-"""This module is `tc3 memory`, which counts a device's bytes without compiling; the exit code is 0, 1 if the recipe may
-not fit, 2 for a wrong input.
+"""This module is the command `tc3 memory`, which predicts a device's memory without compiling. The exit code is 0 if
+the recipe fits, 1 if it may not fit, and 2 for a wrong input.
 
 With `--explain-oom` it also finds which keys of a recipe free how much memory at what cost in step time. Such a
 proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to `tc3
@@ -207,12 +207,12 @@ _PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def unit_of(size: float) -> tuple[int, str]:
-    """Return a size in GiB, or in MiB if it is less than one GiB."""
+    """Return the unit in which to print a size, as (bytes of the unit, name): GiB, or MiB for sizes below one GiB."""
     return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
 
 
 def pass_in_words(label: str) -> str:
-    """Return ``the backward of micro-batch 3, chunk 0`` for ``B 3.0``."""
+    """Return the label of a pass, such as ``B 3.0``, in words: ``the backward of micro-batch 3, chunk 0``."""
     if not label:
         return "no pass"
     if label == UPDATE:
@@ -223,7 +223,9 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, then the owners of the bytes at the peak of the stage with the most memory."""
+    """Print a row for each stage, and then the parts and modules that hold the bytes at the peak of the stage with the
+    most memory.
+    """
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", justify="right")
@@ -272,7 +274,7 @@ def _share(more: float | None) -> str:
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
-    """Print a row for each proposal with its keys below, the best first."""
+    """Print a row for each proposed change of the recipe, the best first, with the keys to change below it."""
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:

@@ -118,8 +118,8 @@ class Model:
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """Return the kind (dense or MoE) of each of `layers` layers. `first_k_dense_replace` and `moe_layer_freq` are read
-    as MindFormers reads them.
+    """Return the kind (dense or MoE) of each of the model's layers, with the same reading of the keys
+    `first_k_dense_replace` and `moe_layer_freq` as MindFormers.
 
     Args:
         experts: 0: all layers are dense.
@@ -142,7 +142,7 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
 
 def words_of(pattern: Sequence[str]) -> str:
-    """Return a pattern in words, such as ``"1 dense, 53 moe"``."""
+    """Return the pattern of a model's layers in words, such as ``"1 dense, 53 moe"``."""
     return ", ".join(f"{len(list(alike))} {kind}" for kind, alike in groupby(pattern))
 
 
@@ -306,7 +306,7 @@ def _latent(model: Model) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class Adapters:
-    """An `Adapters` holds the adapters of `plugins.lora`, beside which all other weights are frozen.
+    """An `Adapters` describes the LoRA adapters that `plugins.lora` trains while all other weights are frozen.
 
     Args:
         rank: the rank of each adapter. adapted: for each linear layer the names of its `weights`, which MindFormers has
@@ -319,8 +319,9 @@ class Adapters:
 
 @lru_cache(maxsize=4096)
 def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
-    """Return all weights of one layer of a kind, which are frozen, and the weights of the layer's adapters: A [rank,
-    inputs] is cut as the inputs of its linear layer are, and B [outputs, rank] as the outputs are.
+    """Return all weights of one layer of the given kind, marked as frozen, and the weights A and B of the layer's LoRA
+    adapters. Tensor parallelism cuts A [rank, inputs] like the inputs of the adapted linear layer, and B [outputs,
+    rank] like its outputs.
     """
     own = weights(model, kind, shared_whole)
     found = [replace(weight, frozen=True) for weight in own]
@@ -337,7 +338,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
 
 
 def adapter_parameters(model: Model, adapters: Adapters) -> int:
-    """Return the number of elements in all adapters of the model; nothing else of the model is trained."""
+    """Return the number of trained elements of the model, which are those of its LoRA adapters."""
     kinds = (*model.pattern, *["mtp"] * model.mtp)
     return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 

@@ -1,4 +1,4 @@
-"""This module defines sane ranges of numbers once, for options of commands and keys of recipes, and the options that
+"""This module defines the allowed ranges of numbers in options of commands and in keys of recipes, and the options that
 many commands have.
 
 A number outside its range is a typing error or has a wrong unit (bytes for GiB), and some such numbers would keep a
@@ -32,8 +32,8 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Return the fault of `value` as the end of a sentence that begins with the value's name; None if the value is
-        in the range.
+        """Return what is wrong with `value`, as the end of a sentence that begins with the value's name; None if the
+        value is in the range.
         """
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
@@ -172,12 +172,16 @@ RECIPE: dict[str, Range] = {
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
-    """Return the range of a number at a recipe's key path without its list indices; None if none is known."""
+    """Return the range of allowed values of a number in a recipe, given its key path without list indices; None if no
+    range is defined.
+    """
     return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
 
 
 class Number(click.ParamType):
-    """A `Number` is a click type for a number of `RANGES`, which is an int if the range is whole."""
+    """A `Number` is a click type for an option whose number must lie in a range of `RANGES`; it gives an int if the
+    range allows only whole numbers.
+    """
 
     def __init__(self, name: str) -> None:
         self.range = RANGES[name]

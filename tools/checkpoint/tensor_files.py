@@ -114,8 +114,8 @@ def _width(header: Header, file: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class Made:
-    """A `Made` is a tensor whose elements are computed while its file is written. The elements come in row-major
-    pieces.
+    """A `Made` is a tensor whose elements are computed while its file is written. The elements are computed and written
+    in pieces, in row-major order.
     """
 
     dtype: str

@@ -1,5 +1,5 @@
-"""This module is the command `tc3 data`. The group prepares and verifies a corpus, and shows how the corpus loads the
-devices of a recipe.
+"""This module is the command `tc3 data`. The commands of this group prepare and verify a corpus, and show how evenly
+the corpus loads the devices of a recipe.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class _Found:
 
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
-    """Write the instructions as JSON lines with `instruction`, `input` and `output`, and return the counts.
+    """Write the instructions as JSON lines with the keys `instruction`, `input` and `output`, and return the number of
+    documents that were read and the number of instructions in each split.
 
     The order of the instructions is a shuffle that depends only on the instructions and the seed. An instruction whose
     answer also occurs in the training split, word for word, is left out of the held-out split.
@@ -231,8 +232,8 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return the number of samples of `length` tokens that the conversations of the files (key, file) give when they
-    are packed one after another. Return None for more than `MOST` conversations.
+    """Return the number of samples of `length` tokens that the conversations of the given files fill when they are
+    packed one after another. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.

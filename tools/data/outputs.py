@@ -1,5 +1,5 @@
-"""This module handles the output files of `tc3 data prepare` that belong to one prefix. The files of one prefix appear
-all at once or not at all.
+"""This module handles the output files of `tc3 data prepare` that belong to one prefix. Either all files of a prefix
+are published, or none of them.
 
 PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
 PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
@@ -165,7 +165,8 @@ def _is_cache(prefix: Path) -> bool:
 
 @contextmanager
 def staged(prefix: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `prefix`, on the same file system. The folder is removed when the block ends.
+    """Yield a new hidden folder beside `prefix`, on the same file system. The hidden folder is removed when the `with`
+    block ends.
 
     The function creates the output folder if the folder is missing. Raises `DataError` if the folder cannot be written
     to.
@@ -183,7 +184,8 @@ def staged(prefix: Path) -> Iterator[Path]:
 
 
 def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
-    """Rename the files in `stage` to their places beside `prefix`. Existing files are replaced if `force` is given.
+    """Move the files of the staging folder `stage` into the folder of `prefix`. Existing files are replaced if `force`
+    is given.
 
     At no moment does an .idx file stand beside a .bin file to which it does not belong: old .idx files are removed
     first, and each new .idx file is put in place last, after its .bin and .json. A power cut leaves the old pair of

@@ -92,7 +92,7 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document. With `strict`, raise `DataError` unless the document is only empty."""
+        """Count one skipped document. With `strict`, raise `DataError` for a skipped document that is not empty."""
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1

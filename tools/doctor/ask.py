@@ -1,5 +1,5 @@
-"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. The module asks many hosts at once,
-gives each a time limit, and leaves no process behind.
+"""This module runs a command, most often `tc3 doctor --json`, on many hosts by ssh. The commands run on all hosts at
+the same time, each with a time limit, and no process is left behind.
 
 The same ssh session first measures the difference of the clocks: this host sends a line, and the other host answers
 with its time. The other host read its clock between the moments at which this host sent the line and received the

@@ -1,5 +1,5 @@
-"""This module is the command `tc3 doctor`. The command says whether this host is fit for training, or which hosts of a
-cluster are not.
+"""This module is the command `tc3 doctor`. The command reports whether this host is fit for training, or which hosts of
+a cluster are not.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Check that driver and CANN are installed, and that the driver supports the firmware. The check does not know
-    which versions CANN itself needs.
+    """Check that driver and CANN are installed, and that the driver supports the firmware. The check does not compare
+    the versions that CANN itself needs.
     """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
@@ -326,9 +326,7 @@ def checkpoint_room(patient: Patient) -> Answer:
     mend="use fewer workers, or end other processes that use memory",
 )
 def memory(patient: Patient) -> Answer:
-    """Check that the host has enough memory for the workers. The check does not know how much memory a worker with an
-    NPU needs.
-    """
+    """Check that the host has enough memory for the workers. For workers with an NPU the needed memory is unknown."""
     row = patient.find(r"^MemAvailable:\s+(\d+) kB", "/proc/meminfo", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
     seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"

@@ -377,8 +377,8 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If none of them has
-    the verdict "fail", also return a finding that says what was compared.
+    """Return the slow workers, links and disks in the form in which `tc3 doctor` reports findings. If no worker, link
+    or disk has the verdict "fail", also return a finding that says how many workers were compared.
     """
     found = outliers(reports)
     rows = [
@@ -412,7 +412,7 @@ MEASURES: tuple[Measure, ...] = ("matmul", "memory", "disk")
 
 
 def probes_of(bundle: Bundle) -> dict[str, Probe]:
-    """Return the probe of each host from the results of `tc3 firsthour` (a bundle).
+    """Return the probe (speed test) of each host from a bundle, which is a file with the results of `tc3 firsthour`.
 
     Raises:
         DataError: `tc3 firsthour` has probed no host.

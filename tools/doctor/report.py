@@ -44,8 +44,8 @@ _MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
 
 
 def gather(patient: Patient) -> Facts:
-    """Return the facts of a host that are compared between hosts, and those of the recipe and its data as this host
-    reads them.
+    """Return the facts of a host that `tc3 doctor` compares between hosts, such as versions, the number of cores, and
+    the content of the recipe's files on this host.
     """
     facts: Facts = {"tc3": tool_version(), "code": code()}
     facts |= _python_facts(patient)
@@ -59,8 +59,8 @@ def gather(patient: Patient) -> Facts:
 
 
 def tool_version() -> str:
-    """Return the version of this tool. Reports of different versions are not compared, because the same words may have
-    different meanings.
+    """Return the version of this tool. `tc3 doctor` does not compare the reports of different versions, because the
+    same words may have different meanings.
     """
     return installed("telechat3-moe-recipes") or "not installed"
 

@@ -36,14 +36,18 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """A `Moment` holds the bytes in use while an operator runs, and after tensors that nobody reads later go."""
+    """A `Moment` holds the bytes in memory while an operator runs, and the bytes that are left after the tensors that
+    no later operator reads are freed.
+    """
 
     most: int
     left: int
 
 
 def name_of(place: int) -> str:
-    """Return the key under which a report lists a part of a pass: a layer, `FRONT` or `BACK`."""
+    """Return the report's key for a part of the forward or backward pass: the number of a layer, or "front" or "back"
+    for the operators before the first or after the last layer.
+    """
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
@@ -73,8 +77,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the part of the model to which a tensor belongs that is kept for the backward pass: the part of its
-    operator (`own`), or the only later part among its `readers` in the forward pass, whose input it is.
+    """Return the part of the model (such as a layer) that a tensor kept for the backward pass is counted for: the part
+    that computes it (`own`), or the later part whose input it is, if no other part reads it.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -84,7 +88,9 @@ def owner_place(own: int, readers: Iterable[int]) -> str:
 
 
 def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return a pair (part, position after its last operator) for each part of a forward pass, in order."""
+    """Return a pair (part, position after the part's last operator) for each part of a forward pass, in order; a part
+    is a layer, or the operators before or after all layers.
+    """
     found: list[tuple[str, int]] = []
     current = _FIRST
     for number, node in enumerate(nodes):
@@ -97,7 +103,7 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
     """Return a pair (part, position after the part's last operator) for each part of a backward pass; the part of a
-    layer ends with the last gradient that the layer accumulates.
+    layer ends with the operator that accumulates the last gradient of the layer's weights.
     """
     ends: dict[int, int] = {}
     head = 0
@@ -113,9 +119,9 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], seen: tuple[list[Moment], list[Moment]]
 ) -> dict[str, dict[str, int]]:
-    """Return for each part of a pass the bytes that the part keeps for its backward ("saved"), and the most bytes in
-    memory during the part's "forward" (beyond the bytes at its start) and during its "backward". `seen` has the moments
-    of both passes.
+    """Return for each part of the model (such as a layer) the bytes that it keeps for its backward pass ("saved"), and
+    the peak of the bytes in memory during its "forward" pass (beyond the bytes at its start) and during its "backward"
+    pass. The argument `seen` holds a `Moment` for each operator of the forward and the backward pass.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     segments = forward_segments(forward), backward_segments(backward)
@@ -131,7 +137,9 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the most bytes in each part of a forward ("F") or backward pass ("B", from the last part on)."""
+    """Return the peak of the bytes in memory during each layer (or other part) of a forward pass ("F") and of a
+    backward pass ("B", which begins with the last layer).
+    """
     alive, forward = 0, []
     for part in parts:
         forward.append(alive + part["forward"])
@@ -140,9 +148,10 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the bytes "saved", "forward" and "backward" of a chunk that consists of the given parts, which are in the
-    order of the chunk's forward pass. A forward pass accumulates the tensors that its parts keep. A backward pass frees
-    these tensors and accumulates its gradients as it proceeds, so its fullest part counts.
+    """Return the bytes "saved", "forward" and "backward" of a pipeline chunk that consists of the given layers and
+    other parts, in the order of the forward pass. A forward pass accumulates the tensors that its layers keep. A
+    backward pass frees the kept tensors layer by layer and accumulates gradients, so its peak is that of the layer with
+    the most bytes.
     """
     most = alive = 0
     for part in parts:
@@ -157,9 +166,9 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
-    """Return for each chunk the bytes "saved" for the backward pass of a micro-batch, and the largest numbers of bytes
-    in memory in the "forward" and in the "backward" pass; dimensions that are unknown before routing count as `rows`
-    (`routed_rows`).
+    """Return for each pipeline chunk the bytes "saved" for the backward pass of a micro-batch, and the peak of the
+    bytes in memory during the "forward" and the "backward" pass; a dimension that only routing determines counts as
+    `rows` (`routed_rows`).
 
     The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
     holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
@@ -192,7 +201,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return for each module the sum of its bytes over all parts."""
+    """Return for each module the sum of its bytes over all layers and other parts of the model."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)
@@ -200,7 +209,9 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(moments: Sequence[Moment]) -> list[int]:
-    """Return the most bytes in each of at most `POINTS` sections of equally many operators, in text order."""
+    """Return the course of the memory during a pass: the peak of the bytes in each of at most `POINTS` sections with
+    equally many operators, in the order of the graph's text.
+    """
     most = [moment.most for moment in moments]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
     return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
@@ -221,7 +232,9 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return part -> module -> bytes of the tensors, without parameters, kept for the backward pass."""
+    """Return the bytes that are kept for the backward pass, without parameters, as a dictionary layer (or other part)
+    -> module -> bytes.
+    """
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -244,9 +257,9 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
-    """Return a dictionary part -> bytes that a chunk receives from the previous stage and keeps unchanged for its
-    backward. The received tensors are parameters of the forward subgraph, with separate tensors for each micro-batch;
-    the recomputation of a layer starts from them.
+    """Return a dictionary layer -> bytes that a pipeline chunk receives from the previous stage and keeps unchanged for
+    its backward pass. The received tensors are parameters of the forward subgraph, with separate tensors for each
+    micro-batch; the recomputation of a layer starts from these tensors.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -271,9 +284,9 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return for each weight the bytes of the tensors that the root graph computes once from this weight, and that the
-    passes of all micro-batches share. The counted tensors are the weights in compute precision, gathered from the
-    optimizer's shards; they stay in memory for the whole step.
+    """Return for each weight the bytes of the tensors that a step computes once from this weight, and that all
+    micro-batches share. The counted tensors are the weights in compute precision, gathered from the optimizer's shards;
+    these tensors stay in memory for the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
@@ -294,12 +307,14 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(moments: Sequence[Moment]) -> int:
-    """Return the most bytes at one moment."""
+    """Return the peak of the bytes in memory during a pass."""
     return max((moment.most for moment in moments), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Return each operator's bytes while it runs and after it, in the text's order; views need no memory."""
+    """Return for each operator the bytes in memory while it runs and after it, in the order of the graph's text; views
+    need no memory.
+    """
     last = {
         owner: place
         for place, node in enumerate(nodes)
@@ -320,13 +335,13 @@ def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
 
 
 def output_bytes(node: Node, rows: int) -> int:
-    """Return the number of bytes of an operator's results."""
+    """Return the number of bytes of an operator's output tensors."""
     block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
     return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Return the bytes of a tensor; a dimension of -1 (unknown before routing) counts as `rows`."""
+    """Return the bytes of a tensor; a dimension of -1 (a size that only routing determines) counts as `rows`."""
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

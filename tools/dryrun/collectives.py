@@ -58,8 +58,8 @@ class Collective:
 
 
 def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
-    """Return the collectives of a graph in program order, with both branches of a condition (in training steps only one
-    has any); a subgraph called twice counts twice. `ranks_of` is that of a `VirtualCluster`.
+    """Return the collectives of a graph in program order; both branches of a condition are included, and a subgraph
+    that is called twice counts twice. The argument `ranks_of` is a function that returns the ranks of a group.
 
     Raises:
         ClusterError: a collective's group is unknown.
@@ -86,7 +86,9 @@ def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attr
 
 
 def role_of(node: Node, graph: str) -> str:
-    """Return an operator's role (see `Collective`), which MindSpore marks in its graphs and gradient operators."""
+    """Return the role of an operator (forward, recompute, gradient or step), read from MindSpore's marks in the name of
+    the subgraph and in the operator's text.
+    """
     if "▸" in graph:
         return "forward"
     if "◂" in graph:
@@ -170,9 +172,9 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that MindSpore's C++ code created; only some collectives of a group state these
-    ranks. The name of such a group is a hash of its ranks, so it can be checked whether `group_rank_ids` belong to the
-    group.
+    """Return the ranks of each communication group that MindSpore's C++ code created; in the graph's text only some of
+    a group's collectives state the ranks. MindSpore's name of a group that its C++ code created is a hash of the
+    group's ranks, so the name shows whether the ranks that a collective states are right.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
@@ -197,8 +199,8 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """Return each chunk's "forward", "recompute" and "gradient" FLOPs of a micro-batch; unknown dimensions count as
-    `rows`.
+    """Return for each pipeline chunk the FLOPs of a micro-batch: "forward", "recompute" and "gradient"; a dimension
+    that only routing determines counts as `rows`.
     """
     found = []
     for names in chunks_of(graph):
@@ -212,7 +214,9 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return an operator's FLOPs, 2 for a multiply-add; attention counts as causal over the whole sample."""
+    """Return the FLOPs of an operator, where a multiply-add counts as 2 and attention counts as causal over the whole
+    sample.
+    """
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

@@ -63,8 +63,8 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Return the results of the plan's jobs in their order, from the cache if it has them; `texts` also keeps the texts
-    of the final graphs, in the files that `text_of` names.
+    """Return the results of all compiles of a plan in order, from the cache if they are stored there. With `texts`,
+    also store the texts of the final graphs, in the files that `text_of` names.
     """
     known = {
         place: {**found, "cached": True}
@@ -114,7 +114,7 @@ def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> l
 def run_jobs(
     jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
 ) -> list[dict[str, Any]]:
-    """Compile all jobs; return the results in their order.
+    """Run all compile jobs, and return their results in the order of the jobs.
 
     After MindSpore or MindFormers has refused the first job, no further job is started, because the message of this
     error is the result. Ctrl-C and SIGTERM end the processes of all jobs.
@@ -226,9 +226,9 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a compile's result completely or not at all; errors with which MindSpore refuses a recipe are stored, too,
-    except errors that this host caused. If the folder cannot be written, a warning is printed, and the report uses the
-    result without the file.
+    """Store a compile's result completely or not at all; an error with which MindSpore refuses a recipe is stored, too,
+    unless this host caused the error. If the cache folder cannot be written, a warning is printed, and the dry run uses
+    the result without storing it.
     """
     if result.get("of_the_host"):
         return
@@ -240,7 +240,9 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
 
 
 def text_of(job: Job) -> Path:
-    """Return the path of the text (gzip) of an equal job's final graph, if it was requested (`tc3 fusion`)."""
+    """Return the path of the compressed text of a compile's final graph, which is stored only if a command (such as
+    `tc3 fusion`) requested it.
+    """
     return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
 
 
@@ -324,8 +326,8 @@ _NO_KEY = "no key of the recipe is known for this message"
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     """Return one line: the recipe's key that caused the message, if it is known, and the message without the
-    framework's call stacks. A key that only may be the cause, because of words of the message or of the place in the
-    sources, stands behind the message, and is called a guess.
+    framework's call stacks. If the message or the line of code only suggests a key as the cause, the key stands after
+    the message and is marked as a guess.
 
     Args:
         kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.
@@ -366,7 +368,7 @@ def _of_group(recipe: Recipe | None) -> str:
 
 
 def source_key(source: str) -> str:
-    """Return the recipe's key that caused a line of Python code to be in the graph, or an empty string."""
+    """Return the recipe's key because of which the model executes a given line of Python code, or an empty string."""
     return _first(_SOURCES, source)
 
 

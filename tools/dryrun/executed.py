@@ -34,11 +34,15 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return all values in which a reported call and an executed call must agree, except shapes."""
+        """Return the values in which a collective reported by the compile and the executed collective must agree,
+        except shapes: operator, ranks, type and tag.
+        """
         return self.op, self.ranks, self.dtype, self.tag
 
     def fits(self, executed: _Call) -> bool:
-        """Return whether this reported call and the executed call may be the same call."""
+        """Return whether this collective, which the compile reported, can be the same as `executed`, which the rank
+        executed.
+        """
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:
@@ -49,9 +53,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds one line for each difference between the reported and the executed collectives: for calls of
-    only one side, or of one side more often; and, only without any such call, for calls before another one whose result
-    they need, and messages of a link in another order.
+    """A `Comparison` holds one line for each difference between the reported and the executed collectives: a missing or
+    additional collective in `calls`, or, if there is none, a wrong order of dependent collectives or pipeline messages
+    in `order`.
     """
 
     calls: list[str]
@@ -59,15 +63,16 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the file in which rank `rank` of a sharded CPU run writes the calls of its first step. The file holds
-    {"step", "calls": `CallRecord`s, "places": {group: the rank's index in the group that MindSpore received}}.
+    """Return the file into which rank `rank` of a sharded CPU run writes the collectives of its first step. The file is
+    JSON and has the keys "step", "calls" (the collectives) and "places" (group -> the rank's index in this group as
+    MindSpore received it).
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line for each group (of a compile's "graph") in which MindSpore used a wrong index of a rank (`places`
-    of `calls_file`); such a rank sliced weights wrongly.
+    """Return a line for each communication group in which MindSpore used a wrong index for the rank (`places` of
+    `calls_file`), so that the rank sliced weights wrongly.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [

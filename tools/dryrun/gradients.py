@@ -1,4 +1,5 @@
-"""This module reads from MindSpore's final graph how each weight's gradient is summed over ranks, and judges it.
+"""This module reads from MindSpore's final graph how each weight's gradient is summed over ranks, and judges whether
+this sum is right.
 
 Every rank that holds the same slice of a weight computes a part of that weight's gradient. These parts must be added
 over exactly those ranks, once: if a sum is missing, made twice or made over other ranks, the weights are trained
@@ -80,8 +81,10 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
 def judge_gradients(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
-    """Return for each weight that the optimizer of `rank` updates: {"verdict", "why", "copies", "scales", "norm"}, or
-    {"copy_of": another rank, "summed", "norm"}. `tools.dryrun.scale.judge_scale` judges the field "scales".
+    """Return a judgement of the gradient of each weight that the optimizer of `rank` updates, as a dictionary with the
+    keys "verdict", "why", "copies", "scales" and "norm"; for a copy of another stage's weight, the keys are "copy_of"
+    (a rank of that stage), "summed" and "norm". The function `tools.dryrun.scale.judge_scale` judges the value of
+    "scales".
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. The optimizer's update of the copy is
@@ -137,7 +140,7 @@ def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
-    """Return the seeds with which the backward pass of a stage with losses starts (`scale.Numbers.seeds`)."""
+    """Return the values (such as the loss scale) with which backward passes start on a stage that computes a loss."""
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
@@ -179,8 +182,9 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW's
-        moment takes 1 - beta of the gradient. Muon's takes all of it, before the moment is made orthogonal.
+        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW adds
+        the gradient times 1 - beta to the first moment; Muon adds the whole gradient, and makes the moment orthogonal
+        later.
         """
         found: set[Way] = set()
         for prefix in _MOMENTS:
@@ -225,7 +229,7 @@ class _Walk:
         return found
 
     def users(self, graph: str, number: int) -> list[int]:
-        """Return the operators of a subgraph that read the result of its operator `number`."""
+        """Return the operators of a subgraph that read the result of the subgraph's operator `number`."""
         if graph not in self.used:
             self.used[graph] = defaultdict(list)
             for place, node in enumerate(self.graph.graphs[graph]):
@@ -234,8 +238,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the contribution of a weight to the global norm: for each squared gradient, the "divisor" of its sum,
-        and the "ranks" over which this sum is then added, group by group.
+        """Return the contribution of a weight to the global gradient norm: for each sum of squared gradients, the
+        "divisor" of the sum, and the "ranks" of each AllReduce that then adds the sum over ranks.
         """
         found = []
         for graph, number in self.squares(name):
@@ -257,15 +261,21 @@ class _Walk:
         return found
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
-        """Return the global ranks to which the root graph sends this parameter, each with the path of the value."""
+        """Return the global ranks to which this rank sends the parameter `name` outside of the forward and backward
+        passes, each with the operators on the parameter's path to the Send.
+        """
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
     def received(self, name: str) -> list[int]:
-        """Return the global ranks from which the root graph receives a parameter of this name."""
+        """Return the global ranks from which this rank receives the parameter `name` outside of the forward and
+        backward passes.
+        """
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return pairs (peer, path), one for each Send or Receive of a parameter in the root graph."""
+        """Return a pair (global rank of the other end, path of the value) for each Send or Receive of a parameter
+        outside of the forward and backward passes.
+        """
         nodes = self.graph.graphs[self.graph.root]
         found = []
         for node in nodes:
@@ -283,8 +293,8 @@ class _Walk:
         return found
 
     def value(self, graph: str, text: str, members: tuple[int, ...], reader: Node | None = None) -> frozenset[Way]:
-        """Return the ways on which a gradient reaches an argument of the operator `reader`. If the argument is a nested
-        tuple, `members` are the positions of the gradient in the tuples, innermost first.
+        """Return the paths on which a gradient reaches an argument of the operator `reader`. If the argument is a
+        nested tuple, `members` are the positions of the gradient in the tuples, innermost first.
         """
         if number := re.fullmatch(r"%(\d+)", text):
             return self.node(graph, int(number[1]), members)
@@ -296,7 +306,9 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph, through the subgraph's callers."""
+        """Return the gradient's paths that end in a parameter of a subgraph; the paths come from the arguments that the
+        callers of the subgraph pass.
+        """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
         return found or frozenset((Way((), f"parameter {name}"),))
@@ -315,8 +327,8 @@ class _Walk:
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
         """Return the gradient's paths that end in the sum over micro-batches that `reader` reads; the operator that
-        sets this sum to zero is left out. Without a sharded optimizer, its sum over ranks is assigned to it, and read
-        again behind.
+        sets this sum to zero is left out. If the optimizer is not sharded, the graph sums the accumulated gradient over
+        ranks and assigns the result to the same parameter, which `reader` may read before or after this assignment.
         """
         found: set[Way] = set()
         for graph, node in self.writers[name]:
@@ -388,7 +400,9 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through a sum or a product, by arguments as large as the result."""
+        """Return the gradient's paths through an addition or a multiplication; a path goes through the arguments that
+        have as many elements as the result.
+        """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
         whole = self.as_large(node, arguments)
@@ -403,7 +417,9 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments with as many elements as the result; of several such ones not the constants."""
+        """Return the arguments of an operator that have as many elements as its result; constants are left out if
+        another such argument exists.
+        """
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
         sizes = [math.prod(found[0].shape) if (found := tensors(text)) else 0 for text in types]
@@ -411,7 +427,9 @@ class _Walk:
         return [text for text in whole if text.startswith("%")] or whole
 
     def collective(self, node: Node) -> tuple[str, tuple[int, ...]]:
-        """Return the operator of a collective, with its reduction if that is not a sum, and its ranks."""
+        """Return the name and the ranks of a collective; the name includes the reduction (such as max) if it is not a
+        sum.
+        """
         attributes = attributes_of(node.text)
         group = str(attributes.get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
@@ -424,8 +442,8 @@ class _Walk:
 
 
 def judge(ways: Sequence[Way], copies: Sequence[int], rank: int, elsewhere: Sequence[int] = ()) -> tuple[str, str]:
-    """Return whether a gradient is summed over exactly the ranks that hold a copy, once, and a sentence that says why
-    not.
+    """Return whether a weight's gradient is summed exactly once over exactly the ranks that hold a copy of the weight,
+    and the reason if it is not.
 
     Args:
         ways: the paths of the gradient on `rank`, as `_Walk.of_weight` returns them.
@@ -469,8 +487,9 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """Return the ranks whose parts `rank` holds after sums over its groups, twice if a part was added twice. Other
-    ranks are assumed to have groups of the same form, as on a mesh.
+    """Return the ranks whose gradients are part of the sum that `rank` holds after AllReduces over the given groups; a
+    rank whose gradient was added twice occurs twice. The other ranks are assumed to sum over groups of the same form,
+    as on a mesh of devices.
     """
     reached = [rank]
     for ranks in groups:

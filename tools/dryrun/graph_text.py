@@ -38,7 +38,9 @@ _GROUP = re.compile(r"\(([-\d, ]*)\)")
 
 
 class TensorType(NamedTuple):
-    """A `TensorType` holds MindSpore's name of a dtype, and the shape on one rank (-1: known at run time)."""
+    """A `TensorType` holds the dtype (MindSpore's name) and the shape of a tensor on one rank; a dimension of -1 is
+    known only at run time.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +63,9 @@ class Node:
 
     @property
     def value(self) -> int | None:
-        """Return the node that computes the first argument; None if that is a parameter or a constant."""
+        """Return the number of the node that computes the operator's first argument, or None if this argument is a
+        parameter or a constant.
+        """
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
@@ -78,7 +82,9 @@ class Node:
 
 @dataclass(frozen=True)
 class GraphText:
-    """A `GraphText` holds all subgraphs by name, the root graph's name, and the parameters ("para1" ...) of each."""
+    """A `GraphText` holds all subgraphs of a compiled graph by name, the name of the root graph, and the parameters
+    ("para1" ...) of each subgraph.
+    """
 
     root: str
     graphs: dict[str, list[Node]]
@@ -106,7 +112,7 @@ def read_graph(file: Path) -> GraphText:
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
-    """Return the tensor types in a text such as `<Tensor[BFloat16], (256, -1)>, ...`, also members of tuples."""
+    """Return the tensor types in a text such as `<Tensor[BFloat16], (256, -1)>, ...`, including those inside tuples."""
     found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
     for match in _TUPLE.finditer(text):
         dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
@@ -206,7 +212,9 @@ def _complete(node: Node, line: str) -> None:
 
 
 class Pass(NamedTuple):
-    """A `Pass` is one forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
+    """A `Pass` is one forward pass ("F") or backward pass ("B") of a micro-batch through a chunk of the stage's
+    layers.
+    """
 
     kind: str
     micro_batch: int
@@ -242,14 +250,16 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the most bytes kept for backward passes at one moment; a micro-batch keeps `sizes[chunk]`."""
+    """Return the peak of the bytes that are kept for backward passes at the same time, where each micro-batch in flight
+    keeps `sizes[chunk]` bytes.
+    """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
     return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Return for each pass the bytes of activations that are kept for later backward passes at the moment when this
-    pass begins. If weight gradients are a separate pass ("W"), the activations are kept until that pass.
+    """Return for each pass the bytes of activations that are kept for later backward passes when the pass begins. If
+    weight gradients are computed in a separate pass ("W"), the activations are kept until this pass ends.
     """
     split = {item[1:] for item in passes if item.kind == "W"}
     now, found = 0, []

@@ -1,5 +1,5 @@
-"""This module counts the memory of one device of a compiled stage, in bytes and by owner. All bytes are exact, except
-those of activations.
+"""This module counts the memory of one device of a compiled pipeline stage, in bytes and by purpose (such as weights).
+All bytes are exact, except those of activations.
 
 A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
 the group over which the optimizer shards this slice again (ZeRO). A rank holds the elements of the slice divided by the
@@ -58,7 +58,9 @@ _PREFIXES |= dict.fromkeys((moment.removesuffix(".") for moment in MOMENTS), STA
 
 @dataclass(frozen=True)
 class Held:
-    """A `Held` is one parameter as a rank holds it."""
+    """A `Held` describes one parameter (a weight, optimizer state or an accumulated gradient) on a rank: its type, its
+    shape, its slice and the number of its shards.
+    """
 
     name: str  # MindSpore's
     kind: str  # "weight", "state" (the optimizer's moments) or "accumulated" (gradients over micro-batches)
@@ -90,7 +92,9 @@ class Held:
 
 
 def kinds_of(step: Any) -> dict[str, str]:
-    """Return each parameter's kind, by name; what only the optimizer has is the optimizer's state."""
+    """Return a dictionary parameter name -> kind: weight, accumulated gradient or optimizer state. Parameters that only
+    the optimizer holds are optimizer state.
+    """
     state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
     return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
@@ -103,7 +107,9 @@ def on_host(step: Any) -> set[str]:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a training step's parameter, by its name."""
+    """Return the kind of a training step's parameter (weight, accumulated gradient or optimizer state), read from the
+    parameter's name.
+    """
     prefix = name.partition(".")[0]
     return STATE if prefix.startswith(AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
@@ -115,7 +121,9 @@ def total(held: Iterable[Held], kind: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """A `Memory` holds the bytes of one device's memory, by owner."""
+    """A `Memory` holds the bytes of each part of one device's memory, such as weights, optimizer state and
+    activations.
+    """
 
     weights: int  # parameters in their stored type, and buffers that no optimizer updates
     state: int  # of the optimizer
@@ -133,18 +141,21 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the bytes at the fullest moment of a step: in its passes, or in the update after them."""
+        """Return the peak of the bytes in a step, either during the forward and backward passes or during the
+        optimizer's update.
+        """
         updated = self.weights + self.state + self.accumulated + self.update
         return max(self.exact + self.saved + self.working, updated)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the memory as values for `--json`."""
+        """Return the bytes of each part of the memory as the dictionary that `--json` prints."""
         return asdict(self) | {"exact": self.exact, "total": self.total}
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return the bytes that a rank needs after the last pass for clipping and the optimizer (`updating`); 0 without
-    accumulated gradients. Unless the optimizer is `sharded`, MindFormers divides gradients in fp32.
+    """Return the bytes that clipping and the optimizer need after the last backward pass, in addition to weights, state
+    and accumulated gradients; 0 if gradients are not accumulated. Unless the optimizer is `sharded`, MindFormers
+    divides gradients in fp32.
     """
     items = list(held)
     sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
@@ -157,7 +168,7 @@ def memory_of(
     held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int, update: int = 0
 ) -> Memory:
     """Return the memory of a stage that has the layers of the compiled `graph` and runs its passes in the given order.
-    The total of this memory is the peak of `line_of`.
+    The total is the peak of the time line that `line_of` returns.
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
@@ -166,10 +177,9 @@ def memory_of(
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
-    """Return the largest number of bytes of activations at one moment: the activations that wait for their backward
-    pass, and the activations that are alive in the running pass. The tensors that the running forward pass itself keeps
-    are counted once. The kept tensors include the tensors that the pass received from the previous stage, although no
-    operator of this stage computes them.
+    """Return the peak of the bytes of activations: the activations kept for later backward passes, and those that are
+    alive in the running pass. A tensor that the running forward pass keeps is counted only once. The kept activations
+    include the tensors received from the previous stage, although no operator of this stage computes these tensors.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -179,8 +189,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Return whether a stage's memory fits its limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The total may be
-    off by the relative `error`, but is never below the exact bytes.
+    """Return whether a stage's memory fits the limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The real total
+    may differ from the predicted total by the relative `error`, but is never below the bytes that are known exactly.
     """
     if not limit:
         return NO_LIMIT
@@ -196,8 +206,9 @@ def _even(stage: int, memory: Mapping[str, int], error: float) -> Even:
 def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
-    """Return how a report's stages, compiled for an even routing, fit under uneven loads, with the `error` of `fit_of`.
-    The loads add the same bytes as in `tc3 memory --loads`, and the error of these bytes is that of modelled memory.
+    """Return whether the stages of a dry run, which were compiled for even routing, also fit if the router loads
+    devices unevenly. The additional bytes of uneven loads are those that `tc3 memory --loads` predicts, with the error
+    of such predictions; the compiled bytes have the relative `error` of `fit_of`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
@@ -218,8 +229,9 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return of the stages (number, memory) the one that needs most while experts move between two steps: its number,
-    the bytes of the exchange, these with all that a device keeps, and the fit; None without experts.
+    """Return the stage that needs the most memory while experts move to other devices between two steps: its number,
+    the bytes of the exchange, the total with the parameters that a device keeps, and whether the total fits; return
+    None if the model has no experts.
     """
     found = []
     for number, held in stages:
@@ -235,7 +247,9 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """Return a line for each stage that is so near to the limit that the known error decides if it fits."""
+    """Return a line for each stage whose memory is so near to the limit that the error of the prediction leaves open
+    whether the stage fits.
+    """
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
@@ -246,7 +260,9 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
-    """Return the stages that do not fit, with keys that reduce their memory; stages of one advice share a line."""
+    """Return the stages that do not fit, with the recipe keys that reduce their memory; stages with the same advice
+    share a line.
+    """
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
@@ -282,19 +298,23 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
 
 
 def is_update(memory: Mapping[str, int]) -> bool:
-    """Return whether a stage's fullest moment is the update after its passes."""
+    """Return whether a stage needs the most memory in the optimizer's update, and not in the forward and backward
+    passes.
+    """
     updated = sum(memory[part] for part in (*UPDATED, "update"))
     return memory["update"] > 0 and updated == memory["total"]
 
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
-    """Return a part's bytes at the fullest moment; the update and the passes do not have all parts."""
+    """Return the bytes that one part of the memory (such as kept activations) has at the peak of a step; a part that
+    does not exist at the peak has 0 bytes.
+    """
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`; without a known order of
-    the passes, it has one backward pass of each chunk, without kept activations.
+    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`. If the order of the passes
+    is unknown, the time line shows one backward pass of each chunk, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (

@@ -1,5 +1,5 @@
-"""This module checks whether the compiled ranks can run together: equal calls in equal order on every group, and no
-cycle of waits.
+"""This module checks whether the compiled ranks can run together: the ranks of every group must call the same
+collectives in the same order, and no ranks may wait for each other in a cycle.
 
 A collective starts when all its members have called it. Ranks that call a group's collectives in different orders, or
 whose Sends have no matching Receives, wait for ever; on thousands of devices this is seen as a time-out without a
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe, or of its plugin, that put the call into the graph."""
+        """Return the key of the recipe because of which the graph contains this collective."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Call:
 
 
 def programs_of(reports: Sequence[Mapping]) -> dict[int, list[Call]]:
-    """Return a dictionary rank -> its calls of collectives, made from the results of the compiles."""
+    """Return a dictionary rank -> collectives that the rank calls, in order, from the results of the compiles."""
     return {report["rank"]: [_call(report, item) for item in report["graph"]["collectives"]] for report in reports}
 
 
@@ -61,7 +61,9 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one line for each error that would hang or mix up messages; [] if the ranks can run together."""
+    """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; [] if the
+    ranks can run together.
+    """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -77,7 +79,9 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return how many groups the compiled ranks call ("all"), and how many they share ("compared")."""
+    """Return the number of groups on which the compiled ranks call collectives ("all"), and the number of those that
+    contain at least two compiled ranks ("compared").
+    """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
 
@@ -134,8 +138,9 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` holds the pairs of stages that send to each other, both compiled (`exact`), represented by other stages
-    (`alike`) or covered by no compile, and one line for each Send or Receive without a match.
+    """A `Links` holds the pairs of stages that send to each other: pairs of compiled stages (`exact`), pairs
+    represented by other compiled stages (`alike`) and unchecked pairs (`unknown`), with a line for each Send or Receive
+    that has no match.
     """
 
     exact: list[tuple[int, int]]
@@ -144,7 +149,9 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return as plain values how many pairs of stages were compared directly, by equal stages, or not at all."""
+        """Return the numbers of the pairs of stages that were compared directly, that other stages with the same layers
+        represented, and that were not compared, as a dictionary for `--json`.
+        """
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -161,8 +168,8 @@ class _Rank:
                 self.calls.setdefault(key, []).append(item)
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
-        """Return one line of text for each Send (or Receive, by `op`) between this stage and the one `distance` stages
-        away, so that the Sends of one stage can be compared with the Receives of the other.
+        """Return one line of text for each Send or each Receive (as `op` says) between this stage and the stage at the
+        given `distance`, so that the Sends of one stage can be compared with the Receives of the other stage.
         """
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
@@ -170,7 +177,8 @@ class _Rank:
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
     """Compare the Sends and Receives at both ends of each pipeline link, in the compiled ranks of the link's two
     stages. If a stage was not compiled and may be represented (`alike`), a rank of a stage with the same layers
-    represents it. Of a quick plan no link is compared, because its stages are not those of the pipeline.
+    represents it. No link is compared after a quick dry run, because the stages that it compiles are not the stages of
+    the pipeline.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []
     links = Links([], [], [], [])

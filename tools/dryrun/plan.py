@@ -51,7 +51,9 @@ class Stage:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Return what a stage's graph depends on, except for layer numbers, ranks and order of passes."""
+        """Return a key that is equal for two stages if their compiled graphs differ only in layer numbers, ranks and
+        the order of passes.
+        """
         return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
 
     @property
@@ -133,8 +135,8 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the compiles of a dry run, ordered by stage and rank, with this number of micro-batches; `job_of`
-    has for each stage the job that represents it.
+    """A `Plan` holds the compiles (jobs) of a dry run in the order of stages and ranks, the number of micro-batches to
+    compile, and for each pipeline stage the index of the job that represents it (`job_of`).
     """
 
     stages: list[Stage]
@@ -144,7 +146,8 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """Return the plan of a dry run of a recipe: its jobs, and the stages that each of them represents.
+    """Return the plan of a recipe's dry run: the ranks to compile, and the pipeline stages that each of these ranks
+    represents.
 
     Args:
         ranks: global ranks to compile; by default the first rank of each stage that has no equal earlier stage, and of

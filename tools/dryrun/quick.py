@@ -1,5 +1,5 @@
-"""This module makes the quick dry run: it compiles each kind of layer once, on few stages, and composes the real stages
-from the results.
+"""This module does the quick dry run: it compiles each kind of layer once, in a model with few stages, and computes the
+memory of the real stages from the results.
 
 A kind of layer is given by its block (dense or MoE), its recomputation settings and its swapping settings. Each setting
 that a recipe states by stage, by chunk or by number of layer (`recompute`, `select_recompute`, `select_comm_recompute`,
@@ -113,8 +113,9 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
-    stage dense layers come first, and if a setting is off for a layer, it is off for all later layers. If settings are
-    `numbered`, one stage can hold any of them.
+    stage dense layers come first, and if a setting (such as recomputation) is off for a layer, it is off for all later
+    layers of the stage. If the recipe names layers by number (`numbered`), a stage can hold every combination of
+    settings.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -137,7 +138,7 @@ def _falls(group: Sequence[Kind]) -> bool:
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
-    """Write the settings of the layers `groups` (by stage) into the recipe."""
+    """Write the recompute and swap settings of the given layers, a list of kinds for each stage, into the recipe."""
     layers = [kind for group in groups for kind in group]
     for place, setting in enumerate(settings):
         value: list[int] = [sum(kind.on[place] for kind in group) for group in groups]
@@ -166,7 +167,9 @@ class Small(NamedTuple):
 
 
 def quick_plan(recipe: Recipe) -> Plan:
-    """Return the few compiles from which `compose` builds all stages; one stage is compiled unchanged."""
+    """Return the plan of a quick dry run: the few compiles from which `compose` computes all stages. A recipe with only
+    one stage is compiled unchanged.
+    """
     view = View(recipe)
     if view.pp == 1:
         return plan_jobs(recipe)
@@ -177,7 +180,9 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Return a recipe with one layer of each kind, and at the end one of the last kind, with head and MTP."""
+    """Return a recipe of a small model that has one layer of each kind of the real model, and at the end one layer of
+    the last kind with the head and the MTP layers.
+    """
     view = View(recipe)
     stages = stages_of(view)
     settings = settings_of(view, stages)
@@ -218,8 +223,8 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """Return for each stage of a real recipe its memory, and its graph's summary without traffic, from `quick_plan`'s
-    results.
+    """Return for each stage of the real recipe its parameters and the summary of its graph (without communication),
+    computed from the results of the quick dry run.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)
@@ -269,7 +274,7 @@ class _Compiled:
         return _Layer(held, kept, self._parts[job].get(str(number), _NOTHING))
 
     def of(self, kind: Kind) -> _Layer:
-        """Return the compiled results for a kind of layer."""
+        """Return the parameters and the bytes that the compile found for one layer of the given kind."""
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
@@ -280,7 +285,9 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return the passes of a micro-batch through a chunk of these layers, with embedding and head if asked."""
+        """Return the activation bytes of a micro-batch's forward and backward passes through a chunk of the given kinds
+        of layers, with the embedding and the head if requested.
+        """
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

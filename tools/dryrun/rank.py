@@ -173,7 +173,9 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Return a rank's token copies in a micro-batch: its tokens times the experts to which each token goes."""
+    """Return the number of token copies that a rank dispatches to experts in a micro-batch: its number of tokens x
+    top-k.
+    """
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 
@@ -200,7 +202,8 @@ class _NoData:
 
 
 def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
-    """Return the cell that the Trainer is about to train; call this inside an open `virtual_cluster`.
+    """Return the training step (a MindSpore cell) that MindFormers' Trainer builds for a recipe; call this function
+    inside an open `virtual_cluster`.
 
     Args:
         recipe: a flat recipe for Ascend or for CPU, which is not changed.

@@ -1,4 +1,6 @@
-"""This module shows a dry run in the terminal, a row for each stage, and draws its memory and its traffic by stage."""
+"""This module prints the results of a dry run as tables with a row for each stage, and draws the memory and the
+communication of each stage.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ def _together(report: Mapping[str, Any]) -> str:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """Return in words which results were derived from other results instead of being compiled."""
+    """Return sentences that say which results of a dry run were derived from other results instead of being
+    compiled.
+    """
     if report["quick"]:
         return [
             "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "
@@ -227,7 +231,9 @@ _PARTS = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw each stage's memory, and below it the traffic if there is any, to an .svg or .png; return `path`."""
+    """Draw the memory of each stage, and below it the bytes that each stage communicates, to an .svg or .png file;
+    return `path`.
+    """
     sent = any(stage["traffic"] for stage in report["stages"])  # --quick gives none
     figure = new_figure(11, 6 if sent else 4)
     axes = figure.subplots(1 + sent, 1, sharex=True, squeeze=False)[:, 0]

@@ -54,8 +54,9 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """A `Found` holds the results of a dry run for one stage, of the compiled rank (None if the stage is put together
-    from layers); `compiled` says that the rank is one of this stage, and not of another one like it.
+    """A `Found` holds the results of a dry run for one pipeline stage, and the compiled rank that they come from (None
+    if the quick dry run computed the stage from its layers). The field `compiled` is True if this rank belongs to the
+    stage, and False if it belongs to another stage with the same layers.
     """
 
     stage: Stage
@@ -150,8 +151,8 @@ def report_of(
 
 
 def loads_asked(text: str, recipe: Recipe) -> Loads:
-    """Return the loads of the devices by their experts' tokens, as `--loads` gives them. No value of the recipe may be
-    `auto`.
+    """Return the loads of the devices (the tokens that their experts receive) that the option `--loads` describes. No
+    value of the recipe may be `auto`.
 
     Raises:
         RecipeError: the memory model cannot predict the recipe's memory; or as for `loads_of`. DataError: see
@@ -224,9 +225,9 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return {"weights", "once", "otherwise"}: the number of weights, of those whose elements the global norm counts
-    once, and a sentence for each other weight. Weights of a rank whose graph computes no global norm are left out.
-    `devices` are all ranks of the compiled recipe.
+    """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights whose elements the global
+    gradient norm counts exactly once, and a sentence for each other weight. Weights of a rank whose graph computes no
+    global norm are left out. The argument `devices` is the number of all ranks of the recipe.
     """
     once, otherwise = 0, []
     for result in results:
@@ -244,10 +245,10 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return why the global norm does not count each element of a weight once; "" if it does. Every rank adds the
-    squares of the gradient elements that it holds. The sum over elements that several ranks hold must be divided by the
-    number of these ranks: the copies that `judge_gradients` has `found`, over the optimizer's shards. `devices` are all
-    ranks of the compiled recipe.
+    """Return the reason if the global gradient norm does not count each element of a weight exactly once, otherwise "".
+    Every rank adds the squares of the gradient elements that it holds. Therefore the sum over elements that several
+    ranks hold must be divided by the number of these ranks: the number of copies (`found["copies"]`), divided by the
+    number of the optimizer's shards. The argument `devices` is the number of all ranks of the recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -267,9 +268,9 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, of those whose gradient is the mean over
-    a step's micro-batches without the loss scale, and a sentence for each other weight. `devices` are those of one
-    stage.
+    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, the number of weights whose gradient is
+    the mean over a step's micro-batches without the loss scale, and a sentence for each other weight. The argument
+    `devices` is the number of devices of one pipeline stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0
@@ -412,7 +413,8 @@ Stream = tuple[str, int, tuple[int, ...], str, int]  # operator, peer, shape, ty
 
 
 def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) -> list[dict[str, Any]]:
-    """Return the calls and bytes of a step by operator, role, size of group and link, the largest first.
+    """Return the number and bytes of the collectives of a step, added up by operator, role (such as forward), group
+    size and link, with the most bytes first.
 
     The key "bytes" holds the number of bytes that leave the device, by the textbook volume of each operator: for n
     ranks and B bytes of the larger one of the operator's input and output, AllGather, ReduceScatter and All-to-All send

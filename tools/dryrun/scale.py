@@ -1,5 +1,5 @@
-"""This module reads from MindSpore's final graph the factor of each gradient outside of the forward and backward pass
-of a micro-batch, and judges it.
+"""This module reads from MindSpore's final graph the factor (such as 1 / micro-batches) by which each gradient is
+multiplied outside of the forward and backward passes, and judges whether this factor is right.
 
 The backward pass starts with a seed: the loss scale, divided by the number of micro-batches and by the devices of a
 stage. After the sums, the gradient is divided by the loss scale. If a divisor is left out or applied twice, the run
@@ -33,8 +33,8 @@ _CLOSE = 1e-5  # numbers are float32 in the graph
 
 
 class Scale(NamedTuple):
-    """A `Scale` is a factor of a gradient: a number `by`, times the loss scale to the power of `senses`; `unread` is
-    the first operator whose factor is unknown, if there is one.
+    """A `Scale` is the factor by which a gradient is multiplied: the number `by`, times the loss scale to the power of
+    `senses`. The field `unread` names the first operator whose factor is unknown, if there is one.
     """
 
     by: float = 1.0
@@ -58,16 +58,16 @@ def number_of(text: str) -> float | None:
 
 
 class Numbers:
-    """A `Numbers` reads the factors of gradients from one graph; `bound_to` returns what is passed for a parameter,
-    such as (subgraph, "para7"), each argument with its subgraph.
+    """A `Numbers` reads the factors by which gradients are multiplied from one graph. The function `bound_to` returns
+    the arguments that callers pass for a parameter of a subgraph, each with the calling subgraph.
     """
 
     def __init__(self, graph: GraphText, bound_to: Callable[[str, str], list[tuple[str, str]]]):
         self.graph, self.bound_to = graph, bound_to
 
     def factor(self, graph: str, node: Node, whole: str) -> Scale:
-        """Return the factor by which a product or quotient multiplies its argument `whole`. The factor of clipping is
-        left out, because it is the same for all weights and depends on their gradients.
+        """Return the factor by which a product or quotient multiplies its argument `whole`. The factor of gradient
+        clipping is left out, because it is the same for all weights and depends on their gradients.
         """
         arguments = arguments_of(node.head)
         first = arguments[0] == whole
@@ -79,7 +79,7 @@ class Numbers:
         return Scale().over(other) if first else Scale(unread=_named(node))
 
     def scalar(self, graph: str, text: str) -> Scale:
-        """Return the factor that an argument with one element holds."""
+        """Return the value of an argument that has one element, such as a constant or the loss scale, as a factor."""
         if number := re.fullmatch(r"%(\d+)", text):
             return self._result(graph, self.graph.graphs[graph][int(number[1])])
         if parameter := _PARAMETER.fullmatch(text):
@@ -106,9 +106,9 @@ class Numbers:
         return Scale(unread=_named(node))
 
     def seeds(self) -> list[Scale]:
-        """Return the values with which the backward pass starts: one for each micro-batch and loss if a pipeline calls
-        the backward of each micro-batch, otherwise one for each loss. A stage without a loss has no value with which a
-        backward pass starts.
+        """Return the values (such as the loss scale) with which backward passes start: one for each micro-batch and
+        loss if a pipeline calls a backward pass for each micro-batch, otherwise one for each loss. The result is empty
+        for a stage that computes no loss.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}
@@ -135,9 +135,10 @@ def _named(node: Node) -> str:
 
 
 def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: int, devices: int) -> tuple[bool, str]:
-    """Return (True, "") if a gradient is the mean over micro-batches of the sum over the devices of a stage, (False,
-    why) if it is not, and (True, why) if that is unknown. `ways` are the factors on the paths from the backward pass to
-    the optimizer, `seeds` those of the stage that has the losses.
+    """Return (True, "") if a gradient is divided exactly by the number of micro-batches and by the number of devices of
+    a stage, (False, reason) if it is not, and (True, reason) if the factor is unknown. The factors `ways` are those on
+    the gradient's paths from the backward pass to the optimizer, and `seeds` are the values with which the backward
+    passes start on the stage that computes the loss.
     """
     wanted = 1 / (micro_batches * devices)
     pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]

@@ -1,4 +1,5 @@
-"""This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices on the CPU wheel.
+"""This module makes MindSpore's semi-auto-parallel front end compile for N virtual devices with the CPU package of
+MindSpore.
 
 MindSpore's own dry run needs CANN. MindSpore's front end needs only a few facts about a cluster: the rank of the
 process, the sizes of groups, and the target device. `virtual_cluster` provides these, stops the compile before the
@@ -32,16 +33,19 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """A `VirtualCluster` holds the virtual cluster of `devices` devices in which this process is one rank."""
+    """A `VirtualCluster` describes a cluster of `devices` devices that do not exist, and in which this process compiles
+    as one rank.
+    """
 
     def target_ascend(self) -> None:
-        """Make MindSpore compile for Ascend from now on; call this after the model is built."""
+        """Make MindSpore compile for Ascend from now on; call this method after the model is built."""
         target_ascend()
 
 
 @contextmanager
 def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iterator[VirtualCluster]:
-    """Make this process rank `rank` of `devices` virtual Ascend devices, in graph mode, for MindSpore's front end only.
+    """Make this process rank `rank` of a cluster of `devices` virtual Ascend devices, so that MindSpore's front end
+    compiles for them in graph mode; nothing can be executed.
 
     Args:
         devices: the world size of the virtual cluster.
@@ -70,8 +74,8 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
 
 
 def final_graph(graphs: Path) -> Path:
-    """Return the file that a compile with ``graphs=`` writes for `collectives`: the graph after the front end's last
-    stage.
+    """Return the file with the text of the graph after the front end's last pass, which a compile in a
+    `virtual_cluster` with ``graphs=`` writes.
 
     Raises:
         ClusterError: no compile has finished in the folder, or more than one has.

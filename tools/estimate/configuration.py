@@ -42,9 +42,9 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` says how `plugins.ep_overlap` cuts a micro-batch: `chunks` are the parts of the batch and of a sequence
-    (None: the fastest numbers that divide them, as with `chunks: auto`), `stride` is the order of their steps (None:
-    the fastest).
+    """A `Cut` holds how `plugins.ep_overlap` cuts a micro-batch into chunks: `chunks` are the numbers of parts of the
+    batch and of a sequence, and `stride` determines the order in which the chunks run; None means the fastest choice,
+    as with `chunks: auto`.
     """
 
     chunks: tuple[int, int] | None = None
@@ -53,8 +53,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """A `Recompute` holds the number of layers of each chunk and stage, [chunks][stages], that the backward pass
-    recomputes, for each kind of recomputation; None means no layers.
+    """A `Recompute` holds for each kind of recomputation the number of layers of each chunk and stage,
+    [chunks][stages], that are recomputed in this way; None means no layers.
     """
 
     full: Table | None = None  # as a whole
@@ -182,17 +182,21 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return into how many parts context parallelism cuts the heads; 1 if it does not cut them."""
+        """Return the number of parts into which context parallelism cuts the attention heads; 1 if the heads are not
+        cut.
+        """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
     def muon(self) -> bool:
-        """Return whether Muon updates the matrices of layers."""
+        """Return whether the Muon optimizer updates the weight matrices of layers."""
         return self.matrix_state_item is not None
 
     @property
     def item(self) -> int:
-        """Return the bytes of an element in the compute dtype; fp8 and fp4 are converted from bf16, and count as it."""
+        """Return the bytes of an element in the compute dtype; fp8 and fp4 count as bf16, from which they are
+        converted.
+        """
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -220,7 +224,7 @@ class Configuration:
 
     @property
     def global_batch(self) -> int:
-        """Return the number of samples in a step."""
+        """Return the number of samples in a step over all data-parallel ranks."""
         return self.dp * self.batch * self.micro_batches
 
     @property
@@ -271,7 +275,7 @@ def _first_layers(layers: Table, schedule: str) -> Table:
 
 
 def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
-    """Return (chunk, stage, number in the chunk) of each layer in the model's order."""
+    """Return for each layer of the model, in order, a triple (chunk, stage, position in the chunk)."""
     found = []
     for chunk, row in enumerate(layers):
         order = range(len(row))
@@ -306,8 +310,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """Return the numbers of layers [chunks][stages] that a recompute value selects; the value is a flag, numbers of
-    layers by stage, or numbers by chunk and stage.
+    """Return the numbers of layers [chunks][stages] that the value of a recompute key selects; the value is a flag, a
+    list of numbers by stage, or a list of such lists by chunk.
 
     A single number for a stage is distributed over its chunks in turns, beginning with chunk 0, as in MindFormers
     (LayerSetting). A list of operators selects all layers, and a mapping from operators to numbers selects the largest
@@ -369,10 +373,10 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. For
-    models outside of MindFormers' training_graph no group is offered. The group of attention needs MLA without context
-    parallelism (which keeps the gathered keys and values), the group of the MLP needs a gated MLP, and the group of the
-    experts is offered only without chunks of `plugins.ep_overlap`.
+    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. No
+    group is returned for models that are not MindFormers' training_graph models. The group "attention" needs MLA
+    without context parallelism, because context parallelism keeps the gathered keys and values. The group "mlp" needs a
+    gated MLP, and the group "experts" needs a run in which `plugins.ep_overlap` does not cut micro-batches into chunks.
     """
     model = config.model
     if not config.training_graph:
@@ -386,7 +390,9 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the name that joins recompute options of a layer, such as "select+attention", or "none"."""
+    """Return the recompute options of a layer joined to one name, such as "select+attention"; "none" if there are no
+    options.
+    """
     return "+".join(names) or "none"
 
 
@@ -396,7 +402,9 @@ def parts_of(option: str) -> tuple[str, ...]:
 
 
 def weight_cut(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which tensor and expert parallelism cut a weight before the optimizer does."""
+    """Return the number of ranks over which tensor and expert parallelism cut a weight, before the optimizer shards
+    it.
+    """
     if weight.split == "experts":
         return config.ep * (config.tp if config.expert_tp else 1)
     return config.tp if weight.split else 1
@@ -422,7 +430,9 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return over how many ranks a weight is really sharded: 1 if it is small, or not divisible by `shard_group`."""
+    """Return the number of ranks over which the optimizer shards a weight; 1 if the weight is too small, or if its rows
+    are not divisible by `shard_group`.
+    """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
     small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold

@@ -1,5 +1,5 @@
-"""This module holds the shares of the nominal peak FLOP/s and bandwidths that each device type reaches, and computes
-from them the seconds of single operators and collectives.
+"""This module holds the efficiencies of each device type (the shares of its nominal FLOP/s and bandwidths that it
+reaches), and computes from them the seconds of single operators and collectives.
 
 efficiencies.yaml has one set of parameters for each device type. With these parameters, a roofline model gives the
 seconds of an operator or collective:
@@ -66,7 +66,8 @@ class Efficiency:
 @dataclass(frozen=True)
 class KnownError:
     """A `KnownError` holds the errors of predicted step times on published runs: the mean and the worst |predicted /
-    measured - 1|. A group is one model on one cluster, and was predicted by a fit to all other groups.
+    measured - 1|. Each group of runs (one model on one cluster) was predicted with efficiencies that were fitted to all
+    other groups.
     """
 
     rows: int
@@ -83,7 +84,7 @@ class KnownError:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Return the errors and the numbers of runs and groups as plain values."""
+        """Return the errors of predicted step times, and the numbers of runs and groups, as a dictionary for JSON."""
         return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
@@ -107,7 +108,7 @@ class Newer:
         )
 
     def as_json(self) -> dict[str, float]:
-        """Return the errors and the numbers of runs as plain values."""
+        """Return the errors of predicted step times, and the numbers of runs, as a dictionary for JSON."""
         return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
 
 
@@ -131,21 +132,25 @@ def clear_cache() -> None:
 
 
 def newer_error(hardware: Hardware) -> Newer | None:
-    """Return the errors of predicted step times on software that is newer than that of the fitted runs. Return None if
-    the cluster's file has its own efficiencies, because `calibrate` fitted them to the measured software.
+    """Return the errors of predicted step times on software that is newer than the software of the fitted runs. Return
+    None if the cluster's file has its own efficiencies, because `calibrate` fitted them to the measured software.
     """
     return None if hardware.efficiency else Newer(**_content()["newer"])
 
 
 def cluster_file(name: str) -> Path:
-    """Return the hardware file of a cluster or device of this repository; other names are paths of files."""
+    """Return the path of the file that describes the hardware of a cluster; a name that is no cluster of this
+    repository is taken as a path.
+    """
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
 
 
 def cluster(name: str) -> Hardware:
-    """Return the hardware of a cluster of `tools.hardware`, or of a cluster in published measurements only."""
+    """Return the hardware of a cluster, which is described in `tools.hardware`, in a file of the user, or, for clusters
+    that only published measurements used, beside those measurements.
+    """
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
     version = (os.path.abspath(file), known.st_mtime_ns, known.st_ino, known.st_size) if known else ()
@@ -206,8 +211,8 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states (of `any_version` of the model, if a fit only starts there),
-    or else those of its device type.
+    """Return the efficiencies that a cluster's file states, or else those of its device type. With `any_version`, no
+    warning is printed if the efficiencies were fitted to another version of the time model.
 
     Raises:
         RecipeError: they are not known, or the cluster's file states only some of them.
@@ -305,7 +310,9 @@ class DeviceTimes:
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Return the seconds to launch a number of operators, if the device waits for each launch."""
+        """Return the seconds that launching the given number of operators takes, if the device waits for each
+        launch.
+        """
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:

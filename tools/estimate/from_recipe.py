@@ -1,5 +1,5 @@
-"""This module reads the run that a MindFormers recipe describes as a `Configuration`, and reads and writes a recipe's
-recompute keys.
+"""This module turns a MindFormers recipe into the `Configuration` of its training run, and reads and writes the
+recipe's recompute keys.
 
 `recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A count in a table
 [chunks][stages] selects that many layers from the first layer of the chunk on. If activations are swapped
@@ -37,7 +37,9 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] selects, each chunk's first ones."""
+    """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
+    and stage.
+    """
     if table is None:
         return []
     where = places(layers, schedule)
@@ -45,7 +47,8 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return a table [chunks][stages] with the number of layers of `numbers` that each chunk and stage holds.
+    """Return a table [chunks][stages] that states how many of the layers with the given `numbers` each chunk and stage
+    holds.
 
     Raises:
         ValueError: one of `numbers` is not the number of a layer of the model.
@@ -249,7 +252,9 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return the recomputation of a recipe, as layers [chunks][stages]; zeros recompute nothing, as False does."""
+    """Return for each kind of recomputation how many layers of each chunk and stage a recipe recomputes; a list of
+    zeros means the same as False.
+    """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
         full=not_empty(read(view.get((*section, "recompute")), layers)),
@@ -261,7 +266,9 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads a recipe's recompute keys: counts of layers, or numbers with swapping."""
+    """Return the function that reads a recipe's recompute keys: the keys hold counts of layers, or, if the recipe swaps
+    activations, the numbers of single layers.
+    """
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
@@ -270,8 +277,8 @@ def reader_of(view: View) -> Reader:
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
     layers whose norms are recomputed. A flag or a number of layers selects MindFormers' default operators: the
-    multiplication and the activation function of an MLP. With a fused SwiGLU these operators do not exist, and `tc3
-    dryrun` finds that no memory is saved.
+    multiplication and the activation function of an MLP. With a fused SwiGLU these default operators do not exist, and
+    `tc3 dryrun` finds that recomputing them saves no memory.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -279,9 +286,10 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators of which a value of `select_recompute` names all patterns, with the number of
-    layers for which the value names them. A group counts only if all of its patterns are present in the same spelling,
-    because otherwise it may free nothing. A list of patterns applies to all layers.
+    """Return the groups of operators (such as attention) whose operator patterns a value of `select_recompute` names
+    completely, each with the numbers of layers [chunks][stages] to which the value applies the group. A group counts
+    only if all of its patterns are present in the same spelling, because recomputing only a part of the group may free
+    no memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -294,13 +302,17 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns of a recompute key; [] if MindFormers chooses the operators."""
+    """Return the operator patterns in the value of a recompute key; [] if the value names none, so that MindFormers
+    chooses the operators.
+    """
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether an operator pattern matches a layer's norms, part by part of the path of cells."""
+    """Return whether an operator pattern matches the norms of a layer; MindFormers compares each part of the pattern
+    with one part of the operator's path of cells.
+    """
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -316,7 +328,7 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers, [chunks][stages], that the value of a recompute key names. Return None if the value
-    names no layers, and () if its operator patterns name different layers.
+    names no layers, and () if its operator patterns apply to different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -328,8 +340,8 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
     """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because with swapping
-    MindFormers refuses a list of patterns and the value False.
+    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because MindFormers
+    refuses a list of patterns, and the value False for a pattern, in a recipe that swaps activations.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -352,22 +364,26 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether a recompute key holds numbers of layers, which fit only one number of stages and chunks."""
+    """Return whether the value of a recompute key holds lists of numbers, which fit only one number of pipeline stages
+    and chunks.
+    """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return a table [chunks][stages] as a recompute key says it: a flag, or counts in the shape of `offset`."""
+    """Return a table [chunks][stages] in the form in which a recompute key states it: a flag, or a list of counts in
+    the shape of the key `offset`.
+    """
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return the value to write to a recompute key: `value`, for each operator pattern in the key's present value
-    `now`.
+    """Return what to write to a recompute key so that `value` applies to each operator pattern in the key's present
+    value `now`.
 
     If the patterns of `select_recompute`, or MindFormers' default patterns, would save no memory, patterns that save
     memory replace them. Patterns that apply to all layers are written as a list if there is no mapping yet, because a
@@ -389,8 +405,8 @@ def with_groups(
     write: Callable[[Table | None, Table], Any] = plain_value,
     off: Any = False,
 ) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if the key names groups of operators, now or afterwards; None if the
-    value does not change.
+    """Return the new value of `select_recompute` if its present value or its new value names groups of operators (such
+    as attention); None if the value does not change.
 
     The new value switches off every other pattern except the patterns of the norms, because MindFormers cannot build an
     operator that two patterns name. It is not enough to leave the other patterns out, because the mapping of a child
@@ -417,8 +433,9 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`:
-    `now` if it says so. Unless numbers of layers are `kept`, those in `now` are for other layers, and ignored.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`; the
+    present value `now` is returned if it already does so. Unless `kept` is True, the layers in `now` are ignored,
+    because they belong to another pipeline layout.
     """
 
     def read(value: Any, layers: Table) -> Table | None:
@@ -443,7 +460,9 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Return why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the rule; None if it does."""
+    """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the name of the rule of
+    `tc3 check`; None if it compiles.
+    """
     if not model.latent:
         return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
     if model.qk_dim != model.v_dim:

@@ -23,7 +23,9 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is the call with the most bytes in one group of the mesh."""
+    """A `Collective` is the largest communication call (the one with the most bytes) in one kind of group: tp, cp, ep,
+    dp or pp.
+    """
 
     group: str  # tp, cp, ep, dp or pp
     operator: str  # AllGather (a ReduceScatter takes as long), AlltoAll, or Send
@@ -33,7 +35,9 @@ class Collective:
     seconds: float  # predicted
 
     def groups(self, devices: int) -> list[list[int]]:
-        """Return the groups of ranks below `devices` in which this collective runs; none shares a device."""
+        """Return the groups of ranks, among the first `devices` ranks, in which this collective runs; each rank is in
+        at most one group.
+        """
         span = self.ranks * self.stride
         return [
             [start + first + self.stride * number for number in range(self.ranks)]
@@ -76,7 +80,9 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds of `TimeModel.once_and_each`, and list these calls as those of the group dp."""
+        """Return the seconds of `TimeModel.once_and_each` (gradients and weights), and add its calls to the list as
+        calls of the data-parallel group.
+        """
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
@@ -106,12 +112,16 @@ class Noted(TimeModel):
                     self._note(EXCHANGE, size, nodes, ranks // nodes, seconds)
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds of `TimeModel.sending`, and add the call to the list of calls."""
+        """Return the seconds of `TimeModel.sending` (one message between two ranks), and add the call to the list of
+        calls.
+        """
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of `TimeModel.transfer`, and list the call as one of the group pp."""
+        """Return the seconds of `TimeModel.transfer` (between two pipeline stages), and add the call to the list as a
+        call of the pipeline group.
+        """
         self.stages = config.pp
         with self._of("pp"):
             return super().transfer(config)

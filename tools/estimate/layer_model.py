@@ -25,8 +25,8 @@ _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, part
 
 @dataclass(frozen=True)
 class Matmul:
-    """A `Matmul` stands for `times` matrix products of [rows, depth] and [depth, columns] in the forward pass; the
-    backward pass computes twice as much.
+    """A `Matmul` stands for a number (`times`) of matrix products [rows, depth] x [depth, columns] in the forward pass;
+    the backward pass computes twice as much.
 
     If `high` is True, the products are computed in bf16, even if the run's other matmuls are in fp8 or fp4 (this holds
     for logits and routers).
@@ -47,7 +47,7 @@ class Matmul:
 @dataclass(frozen=True)
 class Part:
     """A `Part` is the work of a part of a layer in the forward pass: its matmuls, the bytes that its other operators
-    move (`sorting` is the share of sorting in them), and the token copies that it sends to experts.
+    move, the bytes among these that sorting moves (`sorting`), and the number of token copies that it sends to experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -146,7 +146,9 @@ def mixing_part(config: Configuration, held: float) -> Part:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """Return for each group of operators (`PATTERNS`) what a layer repeats if it recomputes the group."""
+    """Return for each group of operators that can be recomputed (attention, MLP, experts) the work that a layer repeats
+    if it recomputes this group.
+    """
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)
@@ -164,7 +166,7 @@ def turned_bytes(config: Configuration) -> float:
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
     """Return the bytes that casts of activations move in the forward pass; the backward pass casts the gradients of
-    results and moves twice as many. Weights are cast once a step, by the optimizer.
+    results and moves twice as many. Casts of weights are not included, because the optimizer casts them once a step.
     """
     each = _CAST_BYTES.get(config.dtype, 0)
     # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
@@ -173,8 +175,8 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
-    sum, which is read and written. FSDP reduces gradients as they are computed. For MindFormers, the fitted
-    efficiencies of other operators include the time of this addition.
+    sum, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed, and for
+    MindFormers, because the fitted efficiencies of other operators include the time of this addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -182,7 +184,9 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that an attention that is not fused moves for its scores in the forward pass."""
+    """Return the bytes that attention without a fused kernel moves for its scores in the forward pass; 0 with a fused
+    kernel.
+    """
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
@@ -190,9 +194,9 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return the bytes that an unfused attention moves in the backward pass for its scores, divided by the bytes that
-    it moves in the forward pass. The backward passes of dropout and softmax also read the tensors that their forward
-    passes kept.
+    """Return the ratio of the bytes that attention without a fused kernel moves for its scores in the backward pass to
+    the bytes that it moves in the forward pass. The backward passes of dropout and softmax also read the tensors that
+    their forward passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 

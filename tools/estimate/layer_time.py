@@ -60,8 +60,9 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """An `Exposed` holds the seconds that expert-parallel communication costs one MoE layer and micro-batch: those in
-    which the device computes nothing (`waited`), and those by which computing in chunks takes longer (`cutting`).
+    """An `Exposed` holds the seconds that expert-parallel communication costs in one MoE layer for one micro-batch: the
+    seconds for which the device waits for it (`waited`), and the seconds by which computing in chunks takes longer
+    (`cutting`).
     """
 
     waited: Passes[float]
@@ -75,8 +76,8 @@ class ExpertTimes(DeviceTimes):
     """An `ExpertTimes` predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run's configuration with the dispatch mode that the run uses on this cluster: if an EP group lies
-        inside one node, every mode equals the global All-to-All, which is then used.
+        """Return the run's configuration with the dispatch mode that the run uses on this cluster: the global
+        All-to-All if an EP group lies inside one node, where all modes are the same.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
@@ -98,7 +99,7 @@ class ExpertTimes(DeviceTimes):
         return _steps(mode if nodes > 1 else "global", nodes, config.ep // nodes, *sizes, outside, inside)
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the communication steps that a recomputed layer runs again."""
+        """Return the expert-parallel communication steps that a layer runs again if it is recomputed."""
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
@@ -117,9 +118,9 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """Return two schedules of an MoE layer as `plugins.ep_overlap` runs it: without chunks, and with the fastest of
-        `cuts` (pairs of parts of the batch and of a sequence; all that divide them if empty) and the fastest `stride`,
-        or this one.
+        """Return two schedules of an MoE layer under `plugins.ep_overlap`: one without chunks, and the fastest one with
+        chunks. The argument `cuts` lists the allowed numbers of parts (of the batch, of a sequence); if it is empty,
+        all numbers that divide them are allowed. If `stride` is None, the fastest order of the chunks is used.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.
@@ -240,24 +241,28 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return the sum of the seconds of all parts."""
+        """Return the seconds of the whole layer, which are the sum of the seconds of its parts."""
         return sum(getattr(self, name) for name in Parts.__dataclass_fields__)
 
     def less(self, other: Parts) -> Parts:
-        """Return the seconds of this layer minus the seconds of another layer, part by part."""
+        """Return the difference of the seconds of this layer and of another layer for each part (such as matmul or
+        attention).
+        """
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """A `LayerTime` holds a layer's forward, its backward, and what each recompute option adds to it."""
+    """A `LayerTime` holds the seconds of a layer's forward pass and backward pass, and the seconds that each recompute
+    option adds to the backward pass.
+    """
 
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """Return the time that an option of `recomputed`, or several joined by `+`, adds to the backward pass."""
+        """Return the seconds that a recompute option, or several options joined by `+`, add to the backward pass."""
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]

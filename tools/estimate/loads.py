@@ -54,8 +54,9 @@ _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert
 
 
 class Counted(NamedTuple):
-    """A `Counted` holds a log's tokens of each logical expert, summed over the micro-batches, and the placement during
-    each step, as `plugins.expert_balance.plan` has it: both [steps, layers, experts].
+    """A `Counted` holds what a log of expert loads states for each step, layer and expert, [steps, layers, experts]:
+    the tokens of each logical expert, summed over the micro-batches, and the slot in which `plugins.expert_balance` had
+    placed the expert.
     """
 
     tokens: np.ndarray
@@ -64,10 +65,10 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The layers are the
-    decoder's MoE layers in their order, then the MTP layers; missing loads of MTP layers are assumed to be those of the
-    last layer. An axis of length 1 means: one micro-batch stands for all micro-batches of a step, one layer stands for
-    every layer, and one device stands for the fullest device of a group if the loads of the other devices are unknown.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The loads of the
+    decoder's MoE layers come first, in order, and then those of the MTP layers; missing loads of MTP layers are assumed
+    to be those of the last layer. An axis of length 1 stands for all micro-batches of a step, for all layers, or, if
+    only the load of the fullest device is known, for this device.
     """
 
     shares: np.ndarray  # [steps, micro-batches, layers, devices]
@@ -77,17 +78,23 @@ class Loads:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return the fullest device's load over the mean, at least 1, [steps, micro-batches, layers]."""
+        """Return the load of the fullest device divided by the mean load of its group, at least 1, [steps,
+        micro-batches, layers].
+        """
         return np.maximum(self.shares.max(axis=-1), 1.0)
 
     @property
     def typical(self) -> float:
-        """Return the mean of `ratios` over steps, micro-batches and layers."""
+        """Return the mean of max/mean (the fullest device's load over the mean load) over steps, micro-batches and
+        layers.
+        """
         return float(self.ratios.mean())
 
     @property
     def words(self) -> str:
-        """Return a description of the loads in words, with the distribution of max/mean if this ratio varies."""
+        """Return a description of the loads in words, with the distribution of max/mean (the fullest device's load over
+        the mean load) if it varies.
+        """
         ratios = self.ratios
         if ratios.min() == ratios.max():
             return f"{self.source}: busiest rank {ratios.max():g} x the mean"
@@ -98,7 +105,9 @@ class Loads:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the source of the loads and the distribution of their max/mean, as values for `--json`."""
+        """Return the source of the loads and the distribution of max/mean (the fullest device's load over the mean
+        load), as a dictionary for `--json`.
+        """
         ratios = self.ratios
         middle, high = map(float, np.quantile(ratios, (0.5, 0.95)))
         found = {"mean": self.typical, "median": middle, "quantile_95": high, "worst": float(ratios.max())}
@@ -106,7 +115,7 @@ class Loads:
 
 
 def uniform(ratio: float) -> Loads:
-    """Return loads whose fullest device has `ratio` times the mean, in every layer and micro-batch.
+    """Return loads of which the fullest device has `ratio` times the mean load, in every layer and micro-batch.
 
     Raises:
         RecipeError: the ratio is below 1 or not finite.
@@ -121,18 +130,18 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return `Loads` of which only `ratios` [steps, layers] is known: the tokens of the fullest device, divided by the
-    mean over devices. The loads of the other devices are unknown.
+    """Return `Loads` of which only max/mean is known: the argument `ratios` [steps, layers] holds the tokens of the
+    fullest device, divided by the mean over the devices.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
 
 @lru_cache(maxsize=64)
 def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
-    """Return loads of `DRAWN` steps that are drawn log-normally, with this standard deviation of the logarithm and the
-    same result in each call; the devices of each layer have a mean load of 1. All micro-batches of a step have the same
-    loads, because the experts that a router prefers stay the same for many steps. `source` says in words where the
-    deviation comes from.
+    """Return loads of `DRAWN` steps that are drawn from a log-normal distribution with the given standard deviation of
+    the logarithm; each call gives the same loads, and the devices of each layer have a mean load of 1. All
+    micro-batches of a step have the same loads, because the experts that a router prefers stay the same for many steps.
+    The argument `source` is a description of the origin of the standard deviation.
     """
     drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
     shares = drawn / drawn.mean(axis=-1, keepdims=True)
@@ -140,16 +149,18 @@ def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loa
 
 
 def family_of(config: Configuration) -> str:
-    """Return the kind of a model's attention (mla, mha or gqa), by which `published/loads.yaml` groups models."""
+    """Return the kind of a model's attention (mla, mha or gqa), by which the file published/loads.yaml groups
+    models.
+    """
     model = config.model
     return "mla" if model.latent is not None else "mha" if model.kv_heads == model.heads else "gqa"
 
 
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
-    """Return `DRAWN` steps of a trained router's loads. The loads of experts are drawn log-normally with the Gini
-    coefficient that was published for the model family (`family_of`), with the same result in each call; each device
-    gets consecutive experts.
+    """Return loads as a trained router causes them, for `DRAWN` steps. The loads of experts are drawn from a log-normal
+    distribution with the Gini coefficient that was published for the model family (`family_of`); each call gives the
+    same loads, and each device holds consecutive experts.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
@@ -236,7 +247,7 @@ class _Row(NamedTuple):
 
 
 def read_loads(path: Path, config: Configuration) -> Loads:
-    """Return the loads that a log of expert loads gives on the devices of a run.
+    """Return the loads of a run's devices, computed from a log of the tokens that each expert received.
 
     The function reads three forms of logs: a run (its folder, or its `metrics/expert_load.jsonl`) with the placement of
     experts in each step; JSONL with a line for each step, or for each micro-batch of a step, ``{"step": 1,
@@ -414,8 +425,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Raise DataError, which names `place`, if a log has other numbers of experts or MoE layers than the recipe's
-    model.
+    """Raise DataError with `place` in its message if a log of expert loads has other numbers of experts or MoE layers
+    than the recipe's model.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

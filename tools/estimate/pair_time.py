@@ -53,16 +53,18 @@ class LayerSeconds:
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a pair, a forward and a backward that run together, through `layers` layers. The seconds of
-    a pair are at least the largest of these times: the computation of both passes, the communication of both passes,
-    and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of the serial
-    times of both passes.
+    """Return the seconds of a forward pass and a backward pass that run as a pair, each through `layers` layers. The
+    seconds of a pair are at least the largest of these times: the computation of both passes, the communication of both
+    passes, and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of the
+    serial times of both passes.
     """
     return pair_of([forward] * layers, [backward] * layers)
 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
-    """Return a pair's seconds through layers that differ, each pass's layers in the order of the pass."""
+    """Return the seconds of a forward pass and a backward pass that run as a pair, through layers with different times;
+    the layers are listed in the order in which each pass runs them.
+    """
     chains = _chain(forward, 0), _chain(backward, 1)
     # of layers that are alike a product, which rounds once
     alike = all(one == backward[0] for one in backward)
@@ -85,7 +87,7 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
     """Return the seconds that running passes in pairs saves, [chunks, chunks, stages], in the form of
     `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers. If two chunks have different numbers of
-    layers, only as many layers are paired as the smaller chunk has.
+    layers, only as many layers run in pairs as the smaller chunk has.
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]

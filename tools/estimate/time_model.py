@@ -115,7 +115,9 @@ class StepTime:
 
 
 def exposed_of(parts: Mapping[str, float]) -> float:
-    """Return the seconds of a step's communication that computation does not hide, given the seconds by `PARTS`."""
+    """Return the seconds of a step's communication that computation does not hide, given the seconds of each part of
+    the step.
+    """
     return sum(parts[name] for name in _EXPOSED)
 
 
@@ -123,12 +125,14 @@ _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, wei
 
 
 class GradientTimes(LayerTimes):
-    """A `GradientTimes` predicts the seconds of weights, gradients and the optimizer on one cluster."""
+    """A `GradientTimes` predicts the seconds for the communication of weights and gradients, and for the optimizer, on
+    one cluster.
+    """
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch. The weights of FSDP, which are sent for each pass, are part of the seconds once in
-        a step.
+        seconds for each micro-batch. With FSDP, which sends weights and gradients in each pass, the first number holds
+        the seconds of all passes of a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -151,8 +155,10 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds of `once_and_each` that computation does not hide, as numbers or arrays: `work` seconds of
-        a micro-batch on the stage hide them, and what is sent once a step is sent between `rounds` of the pipeline.
+        """Return the seconds for the communication of weights and gradients that computation does not hide. A
+        micro-batch computes for `work` seconds on the stage. If data are sent for each micro-batch, the computation of
+        all micro-batches hides the communication, otherwise that of only `rounds` micro-batches. All arguments may be
+        arrays.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches
@@ -208,9 +214,9 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return forward and backward seconds of one micro-batch, each [chunks, stages], and for each part of a step
-        the seconds [stages] of their sum that belong to it. `ratios` are the max/mean of each MoE layer (`Loads`), by
-        default the configuration's `skew`.
+        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and a dictionary that
+        divides the sum of both into the parts of a step, part -> seconds [stages]. The argument `ratios` holds for each
+        MoE layer the load of the fullest device over the mean load, by default the configuration's `skew`.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
@@ -241,7 +247,8 @@ class TimeModel(GradientTimes):
         return self.sending(rows * width * config.item, config.devices)
 
     def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
-        """Return the seconds of a step; `simulated` replays the schedule operation by operation.
+        """Return the predicted seconds of a step; with `simulated`, the pipeline schedule is simulated operation by
+        operation.
 
         Args:
             ratios: the max/mean of a step, [micro-batches, layers], as in `tools.estimate.loads.Loads`; an axis of
@@ -303,8 +310,8 @@ class TimeModel(GradientTimes):
         )
 
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
-        """Return the predicted step under uneven loads, which is the mean over the steps that `loads` holds;
-        `simulated` has the same meaning as for `step`.
+        """Return the predicted seconds of a step under uneven loads, as the mean over the steps that `loads` holds;
+        with `simulated`, the pipeline schedule is simulated operation by operation.
 
         If there are many steps, `_SAMPLED` of them are used, at equal distances in the order of their max/mean. Each
         max/mean is rounded to a `_GRAIN`th, which is less than the error of counted tokens, so that many layers take
@@ -320,7 +327,8 @@ class TimeModel(GradientTimes):
 
     def weight_gradients(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, stages] of the weight gradients in the backward pass of a micro-batch, which are
-        half of the seconds of its matmuls; `ratios` has the same meaning as for `chunks`.
+        half of the seconds of its matmuls. The argument `ratios` holds for each MoE layer the load of the fullest
+        device over the mean load.
         """
         found = np.zeros((config.chunks, config.pp))
         for (kind, ratio), options in _census(config, ratios).items():
@@ -328,10 +336,11 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds [chunks, chunks, stages] that a forward and a backward pass hide when they run as a pair.
-        Time is hidden only in MoE layers. Half of a layer's computation is assumed to come before dispatch, and the
-        other half to be that of the experts; the recomputation of a backward pass hides no communication. `ratios` has
-        the same meaning as for `chunks`.
+        """Return the seconds that are saved when a forward pass and a backward pass run as a pair, [chunk of the
+        forward pass, chunk of the backward pass, stage]. A pair hides time only in MoE layers. Half of a layer's
+        computation is assumed to run before the dispatch of tokens, and the other half to be the computation of
+        experts; recomputation in a backward pass hides no communication. The argument `ratios` holds for each MoE layer
+        the load of the fullest device over the mean load.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)
@@ -370,7 +379,9 @@ class TimeModel(GradientTimes):
 
     @property
     def fixed(self) -> float:
-        """Return the fitted seconds of a step that belong to no other part of this module's model."""
+        """Return the constant seconds of a step that the fit to measured steps found in addition to all modelled parts
+        of the step.
+        """
         return self.reached.step_s
 
 
@@ -442,7 +453,9 @@ def _census(config: Configuration, ratios: Row) -> dict[tuple[str, float], dict[
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Return the seconds of (interleaved) 1F1B by `pipeline_of`, from those of a micro-batch [chunks, stages]."""
+    """Return the seconds of a step's passes under (interleaved) 1F1B by a closed formula, from the forward and backward
+    seconds of a micro-batch, each [chunks, stages].
+    """
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 

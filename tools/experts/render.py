@@ -36,7 +36,7 @@ _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:g
 
 
 def draw(found: Study, path: Path) -> Path:
-    """Draw the study to an .svg or .png; return `path`.
+    """Draw a study of expert loads to an .svg or .png file; return `path`.
 
     Raises:
         DataError: as in `save_figure`.
@@ -124,7 +124,9 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return the study as values for JSON; every ratio is the maximum over the mean (max/mean)."""
+    """Return a study of expert loads as a dictionary for JSON; every ratio is the maximum load divided by the mean load
+    (max/mean).
+    """
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
     return {
@@ -234,7 +236,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """Return lines that list the data and the assumptions behind the results."""
+    """Return lines that list the data and the assumptions behind the results of a study of expert loads."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):
@@ -270,7 +272,9 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print the tables of a study (loads by layer, and results by policy), and the assumptions behind these tables."""
+    """Print the tables of a study of expert loads (loads by layer, and results by policy of moving experts), and the
+    assumptions behind these tables.
+    """
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()

@@ -1,5 +1,5 @@
 """This module is the command `tc3 experts restore-order`. The command puts the experts of a checkpoint back into
-logical order if a run has moved them; all values keep their bits.
+logical order if a run has moved them; no value is changed.
 """
 
 from __future__ import annotations

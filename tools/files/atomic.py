@@ -98,7 +98,7 @@ def becomes(name: str) -> str:
 
 def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Yield a path beside `path`, with the same ending, for the caller to write to. The written file replaces `path`
-    when the block ends without an error.
+    when the `with` block ends without an error.
 
     The function makes missing folders. If an exception (also of Ctrl-C) ends the block, the earlier file at `path`
     stays unchanged.
@@ -111,7 +111,7 @@ def atomic_file(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
 
 def atomic_folder(path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
     """Yield a folder beside `path` for the caller to write into. The folder is renamed to `path`, which must not exist
-    yet, when the block ends without an error.
+    yet, when the `with` block ends without an error.
 
     If an exception (also of Ctrl-C) ends the block, the folder is removed.
 

@@ -32,8 +32,8 @@ def check_page(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure; its size is given in inches. Only this function of the module imports matplotlib's
-    figures.
+    """Return an empty figure; its size is given in inches. The function imports matplotlib only when it is called, so
+    that commands without pictures need not load it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -174,7 +174,7 @@ class Merged:
         return sorted(self._inputs[group], reverse=True)
 
     def merge(self, groups: Iterable[int]) -> None:
-        """Join several groups into one group."""
+        """Join several groups of operators into one group."""
         first, *others = sorted(groups)
         for group in others:
             self._head[group] = first

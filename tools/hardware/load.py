@@ -138,7 +138,9 @@ _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/es
 
 
 class Origin(NamedTuple):
-    """An `Origin` says where a number comes from. The certainty is "quoted", "derived" or "assumed"."""
+    """An `Origin` holds the source of a number in a hardware file, and the certainty of the number: "quoted", "derived"
+    or "assumed".
+    """
 
     certainty: str
     source: str

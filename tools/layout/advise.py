@@ -125,7 +125,9 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds a recipe's mode and chunks, the best ones for `auto`; `config` is that run."""
+    """A `Written` holds the dispatch mode and the chunks that a recipe sets (the best values in place of `auto`), the
+    configuration of the run with these values, and its predicted step.
+    """
 
     config: Configuration = field(repr=False)
     mode: str
@@ -135,7 +137,9 @@ class Written:
 
     @property
     def words(self) -> str:
-        """Return mode, chunks and step time in one line: ``hierarchical, chunks [1, 2]: 35.70 s per step``."""
+        """Return the dispatch mode, the chunks and the step time as one line: ``hierarchical, chunks [1, 2]: 35.70 s
+        per step``.
+        """
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
         return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
@@ -175,7 +179,7 @@ class Advice:
 
     @property
     def skew(self) -> float:
-        """Return the load of the busiest rank over the mean, averaged over the given loads."""
+        """Return the ratio of the busiest rank's load to the mean load, averaged over the given loads."""
         return self.config.skew
 
     @property
@@ -195,8 +199,8 @@ class Advice:
 
     @property
     def overlay(self) -> dict[str, Any]:
-        """Return the keys of a child recipe with the recommended settings. `plugins.hierarchical_ep` replaces
-        MindFormers' default dispatcher, and refuses every other dispatcher.
+        """Return the keys of a child recipe with the recommended settings. If the recipe sets another token dispatcher,
+        the keys also set MindFormers' default dispatcher, which `plugins.hierarchical_ep` needs.
         """
         dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
         if look(self.recipe, dispatcher, usual) == usual:
@@ -263,7 +267,7 @@ def advise(
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
     """Return the dispatch modes, numbers of chunks and orders of chunks among which a recipe with `auto` lets the tools
-    choose, as arguments of `advise`. If the recipe names a mode, only this mode is returned.
+    choose, as arguments of `advise`. If the recipe names a dispatch mode, only this mode is returned.
 
     Raises:
         RecipeError: the recipe's settings are not allowed.
@@ -299,7 +303,7 @@ def _report(
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
     """Return the predicted step under given loads, from a simulation of the recipe's pipeline schedule; a schedule that
-    cannot be simulated counts as 1F1B, with which dispatch modes compare equally well.
+    cannot be simulated is replaced by 1F1B, which suffices for a comparison of dispatch modes.
     """
     try:
         return times.under(config, loads, simulated=True)

@@ -35,9 +35,9 @@ def anneal(
     step_times: Callable[[np.ndarray], np.ndarray] | None = None,
     planned: float | None = None,
 ) -> None:
-    """Search from the legal plans `starts` [S, K, C] until `budget` is spent, and offer every better plan to
-    `incumbent`. `step_times` replaces the instance's method; the temperature is zero after `planned` effort, if that is
-    more than the budget's.
+    """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and offer every better plan
+    to `incumbent`. The argument `step_times` is the function that computes the step time of plans, by default a
+    simulation. The temperature reaches zero after `planned` units of work, by default the units of the budget.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times
@@ -71,7 +71,9 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws random changes of plans, which keep the type of each layer but may break other rules."""
+    """A `Changes` draws random changes of plans; a changed plan has the same layers of each type, but may break other
+    rules (such as the memory limit).
+    """
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng

@@ -1,5 +1,5 @@
 """This module limits how long a search may run. The effort of a search is counted in units of work; a deadline is only
-a safety limit, and Ctrl-C asks the search to stop.
+a safety limit, and Ctrl-C makes the search stop early.
 
 A unit of effort takes about a second on one idle core, but it is counted as work: simulated operations, nodes of the
 solver's branch-and-bound tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow
@@ -23,8 +23,8 @@ LATE = "the time limit ended it: another machine may find another answer"
 
 
 class Budget:
-    """A `Budget` holds the units of work that a search may spend, and the seconds from now after which it must stop in
-    any case, by a clock of seconds.
+    """A `Budget` holds the units of work that a search may spend, and the number of seconds after which the search must
+    stop in any case.
     """
 
     def __init__(self, effort: float, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic):
@@ -49,7 +49,9 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the units of work that are left: none once it was stopped or is late, which is recorded."""
+        """Return the units of work that are left in this budget; 0 if the search was stopped or the deadline has
+        passed. A passed deadline is recorded in `cut`.
+        """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
             self._late = True
@@ -66,11 +68,15 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a budget of a share of this one's units; what is spent of it is also spent of this one."""
+        """Return a new budget with a share of this budget's units of work; units that are spent from the new budget are
+        also spent from this budget.
+        """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a budget of `units`, or of all that are left; what it spends is spent from this one, too."""
+        """Return a new budget with the given units of work, or with all units that are left if these are fewer; units
+        that are spent from the new budget are also spent from this budget.
+        """
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:

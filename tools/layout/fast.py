@@ -38,8 +38,8 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     """Return several distributions of the layers over the stages, each as the number of layers of every stage,
-    [stages]; the first distribution has the shortest step by the closed form of the pipeline. Each returned
-    distribution may allow a step of less than `beat` ms. With several chunks per stage, the layers before a stage are
+    [stages], in the order of their step times by the closed formula of the pipeline. Distributions with which a step
+    surely takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are
     assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
@@ -87,7 +87,9 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return distributions of the layers with which a search begins, each as layers by chunk, [C] in model order."""
+    """Return the distributions of layers with which a search begins, each as the number of layers of every chunk, [C]
+    in model order.
+    """
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
     shapes: list[np.ndarray] = []  # [chunks, stages]
@@ -118,8 +120,9 @@ def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
 
 
 def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the number of layers of each chunk after one layer has moved to another chunk; if there are many chunks, a
-    layer moves only to a near chunk, or away from the slowest stage.
+    """Yield the distributions of layers that differ from `counts` by one layer that moves to another chunk, each as the
+    number of layers of every chunk. If there are many chunks, a layer moves only to a near chunk, within its stage, or
+    away from the slowest stage.
     """
     least, stage_of = least_layers(costs.instance), costs.instance.stage_of
     for a, b in itertools.permutations(range(len(counts)), 2):
@@ -162,8 +165,9 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule; None if none was found. Plans that can only be far slower than `beat`
-    ms are not improved further. The amount of work depends only on the instance and `beat`, and not on time.
+    """Return a plan [K, C] that obeys every rule of the instance (such as the memory limit); None if no plan was found.
+    Plans whose steps surely take far longer than `beat` ms are not improved. The amount of work depends only on the
+    instance and `beat`, and not on time.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

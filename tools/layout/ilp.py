@@ -60,7 +60,9 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the mixed-integer program of one instance; it keeps added chains between runs."""
+    """A `PathModel` is the mixed-integer program of one instance; constraints that `add_chain` adds stay for all later
+    runs of the solver.
+    """
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -92,21 +94,25 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Add the constraint that a step takes at least as long as a chain of operations that wait for each other;
-        `visits` [rows, C] are those of `Instance.longest_chain`.
+        """Add the constraint that a step takes at least as long as a chain of operations that wait for each other. The
+        argument `visits` [rows, C] holds how often the chain runs the forward and the backward pass of each chunk.
         """
         layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
         self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve the model under the assumption that layers may be divided."""
+        """Solve the program under the assumption that layers may be divided between chunks, which gives a lower bound
+        on the step time.
+        """
         return self._run(budget, self._time, whole=False)
 
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Solve for whole layers, T at most `below`, with `low` to `high` layers [K, C]."""
+        """Search the fastest plan of whole layers whose step time is at most `below`, and whose numbers of layers [K,
+        C] lie between `low` and `high`.
+        """
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
@@ -261,7 +267,9 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time of the best plan, or infinity if no plan was found yet."""
+        """Return (time - bound) / time, where time is the step time of the best plan and bound is the proven lower
+        bound; infinity if no plan was found yet.
+        """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
@@ -275,7 +283,9 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Take `plan` if it is legal and faster than the best so far; return whether it was taken."""
+        """Keep `plan` as the best plan if it obeys all rules and is faster than the best plan so far; return whether it
+        was kept.
+        """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
             return False
@@ -288,7 +298,9 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a lower bound for all plans; one above the best plan's time proves that plan the best."""
+        """Record a proven lower bound on the step time of all plans; a bound that is not below the best plan's step
+        time proves that this plan is the fastest.
+        """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
             self.bound = bound
@@ -305,7 +317,9 @@ _CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
 
 
 def work_bound(instance: Instance) -> float:
-    """Return a lower bound of the step: all micro-batches' work without recomputation, over the stages."""
+    """Return a simple lower bound on the step time: the work of all micro-batches without recomputation, divided by the
+    number of stages.
+    """
     least = [kind.forward + kind.backward + min(o.extra_backward for o in kind.options) for kind in instance.types]
     layers = sum(kind.count * work for kind, work in zip(instance.types, least, strict=True))
     return instance.micro_batches * (layers + float(instance.ends.sum())) / instance.stages
@@ -336,7 +350,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Improve `incumbent` by plans close to its best plan, until all of `budget` is spent."""
+    """Search for faster plans close to the best plan of `incumbent`, and offer them to it, until `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:
@@ -350,7 +364,9 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer `plan`, and add its longest chain to `model`; return whether the plan was taken."""
+    """Offer `plan` to `incumbent`, and add the longest chain of operations of its step to `model`; return whether
+    `incumbent` kept the plan.
+    """
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)

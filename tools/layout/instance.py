@@ -70,8 +70,8 @@ class LayerType:
 
 @dataclass(frozen=True)
 class Instance:
-    """An `Instance` is one pipeline-balance problem. Times and memory are in the units that the file of the instance
-    uses.
+    """An `Instance` is one pipeline-balance problem: which layers go to which pipeline stage, and what they recompute.
+    Times and memory are in the units that the file of the instance uses.
     """
 
     name: str
@@ -93,19 +93,23 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return the layer type and the recompute option of each column of a plan."""
+        """Return the layer type and the recompute option that each of the K rows of a plan [K, C] counts."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return forward, backward (with recomputation), parameters and activation of a column's layer, [4, K]."""
+        """Return for each layer type and recompute option the forward time, the backward time (with recomputation), the
+        memory of the parameters and the activation memory of a layer, [4, K].
+        """
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
         return np.array(rows, float).T
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return the forward and backward times of the head and the tail, [2, C]."""
+        """Return for each chunk the forward and backward times of work outside of layers (embedding in the first chunk,
+        head in the last), [2, C].
+        """
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -118,7 +122,7 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of each stage's `ends` in which it receives [stages], which comparisons leave out."""
+        """Return for each stage the time in `ends` for receiving from another stage, [stages]; here it is 0."""
         return np.zeros(self.stages)
 
     @cached_property
@@ -128,7 +132,9 @@ class Instance:
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage the largest numbers of micro-batches in flight at one moment, [vectors, chunks]."""
+        """Return for each stage how many micro-batches of each chunk are in flight when the schedule keeps the most
+        activations; there may be several such moments, one in each row [moments, chunks].
+        """
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
 
@@ -139,7 +145,9 @@ class Instance:
 
     @cached_property
     def kept_by_ends(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage the memory that `kept` needs at each of its moments of `peaks`, [vectors]."""
+        """Return for each stage the activation memory that work outside of layers (embedding, head) keeps at each of
+        the moments in `peaks`, [moments].
+        """
         kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
         return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
 
@@ -161,30 +169,40 @@ class Instance:
 
     @property
     def least_static(self) -> np.ndarray:
-        """Return `static` and what every plan needs once for passes and buffers, [stages]."""
+        """Return for each stage the memory that every plan needs regardless of its layers: `static`, and the least
+        memory for a running pass and for buffers, [stages].
+        """
         return self._once[0]
 
     @property
     def more(self) -> np.ndarray:
-        """Return what a column's layer needs once beyond `least_static`, [2, stages, K]: for passes, buffers."""
+        """Return the memory for a running pass and for buffers that a stage needs beyond `least_static` if it holds
+        layers of a given type and recompute option, [2, stages, K].
+        """
         return self._once[1]
 
     @cached_property
     def kept_out(self) -> np.ndarray:
-        """Return for each column [K] whether `last_option` forbids it for the layers of the last chunk."""
+        """Return for each layer type and recompute option whether the last chunk may not use it (`last_option`), bool
+        [K].
+        """
         has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
         names = [(t, self.types[t].options[o].name) for t, o in self.columns]
         return np.array([has[t] and name != self.last_option for t, name in names])
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each column [K] the position of its option in `order`; 0 if any order is allowed."""
+        """Return for each layer type and recompute option the option's position in `order`, [K]; 0 if any order is
+        allowed.
+        """
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return the numbers v * P + s of all chunks (v, s), in the order in which the model runs them."""
+        """Return the numbers v * P + s of all chunks in the order in which the model runs them, where P is the number
+        of stages, s the stage, and v the chunk's number on its stage.
+        """
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
             numbers[1::2] = numbers[1::2, ::-1].copy()
@@ -196,23 +214,27 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder [..., C] from the model's order to the order of v * P + s, or back again."""
+        """Reorder values by chunk [..., C] from the model's order to the order by number on the stage, or back."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return times of a column's layer, [2, K] or [3, K]: forward, backward, split weight gradients."""
+        """Return for each layer type and recompute option the times of a layer, [2, K] or [3, K]: forward, backward,
+        and weight gradients if the schedule splits them off.
+        """
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return each chunk's times without layers, [rows, C]; no weight gradients are split off `ends`."""
+        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward and 0."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the chunks' times in plans [..., K, C], as [..., rows, C] with the rows of `rows`."""
+        """Return the times of each chunk in the given plans [..., K, C], as an array [..., rows, C]: forward, backward,
+        and weight gradients if the schedule splits them off.
+        """
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
@@ -236,7 +258,9 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return a plan's step time, and how often its longest chain runs each row, visits [rows, C]."""
+        """Return the step time of a plan, and how often the longest chain of operations that wait for each other runs
+        the forward and the backward pass of each chunk, [rows, C].
+        """
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
 
@@ -262,8 +286,9 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether every layer is placed once, the types keep the model's order, no inner chunk
-        is empty, and `last_layers`, `last_option` and `order` are obeyed.
+        """Return for each plan whether it obeys all rules except the memory limit, bool [N]: every layer is placed
+        once, the types keep the model's order, no inner chunk is empty, and `last_layers`, `last_option` and `order`
+        are obeyed.
         """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
@@ -281,7 +306,9 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether no chunk's options become stronger from a type to the next."""
+        """Return for each plan whether no chunk's recompute options become stronger from one layer type to the next,
+        bool [N].
+        """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
             columns = self.type_columns(index)
@@ -291,7 +318,7 @@ class Instance:
         return good
 
     def type_columns(self, index: int) -> slice:
-        """Return the columns of a plan [stages x chunks, columns] that count layers of the given type."""
+        """Return the range of the rows of a plan [K, C] that count layers of the given type."""
         first = sum(len(kind.options) for kind in self.types[:index])
         return slice(first, first + len(self.types[index].options))
 
@@ -421,13 +448,15 @@ class _Place:
         self.path, self.where, self.value = path, where, value
 
     def refuse(self, want: str) -> None:
-        """Raise `DataError` with the file, the key path, the value, and what would be right."""
+        """Raise `DataError` with the file, the key path, the wrong value, and the condition that the value must
+        meet.
+        """
         shown = json.dumps(self.value)
         shown = shown if len(shown) < 60 else f"{shown[:60]}..."
         raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
 
     def key(self, name: str) -> _Place:
-        """Return the value of a key, which must exist."""
+        """Return the value of a key of this mapping; raise `DataError` if the key is missing."""
         if not isinstance(self.value, dict):
             self.refuse("must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
@@ -436,12 +465,14 @@ class _Place:
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
-        """Refuse keys that are neither `known` keys nor notes."""
+        """Raise `DataError` for keys of this mapping that are neither in `known` nor notes (keys that begin with
+        "about").
+        """
         keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
         refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
 
     def items(self) -> list[_Place]:
-        """Return the values of a list, which must not be empty."""
+        """Return the values of this list; raise `DataError` if it is empty."""
         if not isinstance(self.value, list) or not self.value:
             self.refuse("must be a list that is not empty")
         return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]

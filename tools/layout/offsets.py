@@ -110,7 +110,9 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place, in copies of their sections, which anchors may share with other keys."""
+    """Set values of a recipe in place. The sections that hold the values are copied before, because YAML anchors may
+    share them with other keys.
+    """
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
@@ -121,7 +123,7 @@ def put(recipe: Recipe, values: Values) -> None:
 
 
 def string_values(recipe: Recipe, text: str) -> Values:
-    """Return the offset that a layout string stands for.
+    """Return the value of the key `offset` that describes the same distribution of layers as a Megatron layout string.
 
     Raises:
         RecipeError: the text is not a layout string, or does not fit the model or the pipeline.
@@ -150,7 +152,9 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Return the offset and the recompute tables of an even layout that recomputes nothing."""
+    """Return the values of the keys `offset` and `recompute_config` for a layout with evenly distributed layers and
+    without recomputation.
+    """
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -168,7 +172,7 @@ def even_layout(recipe: Recipe) -> Recipe:
 
 
 def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
-    """Return the offset and the recompute tables that a layout file holds.
+    """Return the values of the keys `offset` and `recompute_config` that a layout file holds.
 
     Raises:
         RecipeError: the layout file was made for another run, or has another number of layers than the model.
@@ -203,7 +207,9 @@ def remedy(recipe: Recipe) -> str:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """Return what a layout file depends on but the cluster: the values that time and memory models read."""
+    """Return the inputs on which a layout file depends: the values of the recipe that the models of time and memory
+    read, and the version of these models. The cluster is not included.
+    """
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}

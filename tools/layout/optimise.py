@@ -47,8 +47,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return a plan with the layers in model order, equally many in each chunk, each with the option of its type that
-    keeps the least activation memory. The returned plan may exceed the memory cap.
+    """Return a plan with equally many layers in each chunk, in model order, in which every layer has the recompute
+    option that keeps the least activation memory. The returned plan may exceed the memory cap.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -108,7 +108,9 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time of the plan and its lower bound; infinity without a plan."""
+        """Return (time - bound) / time, where time is the plan's step time and bound is the proven lower bound;
+        infinity without a plan.
+        """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
 
@@ -119,10 +121,10 @@ def optimise(
     report: Callable[[Incumbent], None] | None = None,
     start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search until `budget` is spent or the best plan is proven to be the fastest. `report` is called with every
-    improvement; the returned plan is never worse than the plan `start` [K, C]. A caller that gives a `start` has
-    already placed the layers quickly and computed the bound of weighted chains, so this function does not repeat these
-    two steps.
+    """Search the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
+    `report` is called with every improvement, and the returned plan is never slower than the plan `start` [K, C]. If
+    `start` is given, its caller has already done the quick placement and computed the bound of weighted chains, so
+    these two steps are not repeated.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

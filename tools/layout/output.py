@@ -21,7 +21,9 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the solution file's content: the instance's name, n[type][v][s][option], step time, peak memory."""
+    """Return the content of the solution file: the name of the instance, the numbers of layers n[type][v][s][option]
+    (v: chunk, s: stage), the step time, and the peak memory of each stage.
+    """
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -32,7 +34,9 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the best plan with its step time and bounds as JSON; without a plan, its key `why` gives the reason."""
+    """Return the best plan with its step time and bounds as a dictionary for JSON; if no plan was found, the key `why`
+    holds the reason.
+    """
     known = {
         "lower_bound": _finite(outcome.bound),
         "work_bound": outcome.work_bound,
@@ -90,7 +94,9 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw timeline and memory of a plan [K, C], and return `path`; raises the errors of `save_figure`."""
+    """Draw the time line and the memory of a plan [K, C] to a picture file, and return `path`; the function raises the
+    errors of `save_figure`.
+    """
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)

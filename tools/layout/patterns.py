@@ -42,9 +42,9 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` holds the N patterns of one stage: ways to distribute layers to its V chunks and to recompute these
-    layers. The patterns are followed by a row for each number of layers, from 0 to the largest number. In each column,
-    such a row has the least value of all patterns with at least that number of layers.
+    """A `Stage` holds the N patterns of one stage, one in each row; a pattern is a way to distribute layers to the
+    stage's V chunks and to recompute these layers. After the patterns follows a row for each number of layers from 0 to
+    the largest number, with the least value in each column of all patterns that have at least this number of layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -56,7 +56,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """An `After` holds bounds on a step's time after the pipeline, which depend on the slowest stage."""
+    """An `After` holds lower bounds on the time of a step after the pipeline's last pass (gradients, weights,
+    optimizer), which depends on the slowest stage.
+    """
 
     least: float  # ms of any plan
     # ([N, stages] layers of the first of two types, other layers, [N] ms of a micro-batch on the slowest stage without
@@ -69,9 +71,9 @@ def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
     """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
-    one was found. `after` is the time after the pipeline, which is part of `goal` and of the bound. The bound is 0 if
-    no bound could be computed: for schedules other than 1F1B, for more than two types of layers, and if the budget does
-    not suffice for one stage.
+    one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights,
+    optimizer). The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of
+    layers, and if the budget does not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)
@@ -113,7 +115,9 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return each stage's patterns for a step under `goal` ms; None if they cannot be listed."""
+    """Return for each stage the patterns (distributions of layers to its chunks, with their recomputation) that allow a
+    step of less than `goal` ms; None if there are too many to list, or if the instance is not supported.
+    """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None
     known: Choices = {}

@@ -30,7 +30,8 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class PlacedInstance(Instance):
-    """A `PlacedInstance` is an instance whose chunks wait for transfers from another stage.
+    """A `PlacedInstance` is a pipeline-balance instance that also counts the time in which a stage receives activations
+    and gradients from another stage.
 
     receiving   the time that is added to each forward pass except the first chunk's and to each backward pass except
                 the last chunk's; the time of the sender is left out, so that no real plan is faster than the instance
@@ -43,7 +44,9 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return the times of work of no layer, with the ends' weight gradients if they are split off."""
+        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward, and the weight
+        gradients of embedding and head if the schedule splits them off.
+        """
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
         found[2:, -1] += self.end_weights[1]
@@ -51,18 +54,22 @@ class PlacedInstance(Instance):
 
     @property
     def transfer(self) -> float:
-        """Return the time for which a stage is busy sending, which receiving takes, too."""
+        """Return the time for which a stage is busy when it sends to another stage, which is also the time for
+        receiving.
+        """
         return self.receiving
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return the part of each stage's `ends` in which it receives from another stage, [stages]."""
+        """Return for each stage the time of `ends` that is spent on receiving from another stage, [stages]."""
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return the forward and backward times of all work that belongs to no layer, [2, C]."""
+        """Return for each chunk the forward and backward times of work outside of layers (embedding, head, receiving),
+        [2, C].
+        """
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
         fixed[:, -1] += self.tail
@@ -77,8 +84,8 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the problem of finding a new placement of `config`'s layers, whose present placement and recomputation
-    have no effect.
+    """Return the pipeline-balance instance whose plans are the possible placements of the layers of `config`; the
+    present placement and recomputation of `config` have no effect.
 
     Args:
         full, mtp: whether layers may, and MTP layers do recompute fully (if the last layer of a plan does).
@@ -139,7 +146,9 @@ def pipeline_instance(
 
 
 def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of options in the order in which MindFormers counts them from a chunk's first layer."""
+    """Return the names of recompute options with the strongest first, which is the order in which MindFormers assigns
+    them to the layers of a chunk.
+    """
 
     def place(name: str) -> tuple[int, int, str]:
         return ORDER.index(name) if name in ORDER else 1, -len(parts_of(name)), name
@@ -148,7 +157,9 @@ def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return counts of chunks in model order as a table [chunks][stages], odd chunks turned round in a V."""
+    """Return numbers of layers, listed by chunk in model order, as a table [chunks][stages]; in a V-shaped schedule the
+    stages of odd chunks are reversed.
+    """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
     return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
@@ -164,8 +175,8 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Return the names of the groups of operators that can be recomputed, and of the norms. The group that costs the
-    least time per freed byte comes first.
+    """Return the names of the groups of operators that can be recomputed, and of the norms. The group whose
+    recomputation costs the least time per freed byte comes first.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers in a chunk, the earlier layer
     recomputes at least all groups of the later layer. Options that add one group after another in this order form the
@@ -209,9 +220,9 @@ def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray
 def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return two arrays for a sum over a stage's weights: its value without any layer, [stages, values], and the value
-    that a layer of each kind adds, [values]. If there is only one stage, its layers cannot move, so they count as part
-    of the stage.
+    """Return two results for a quantity that is a sum over the weights of a stage (such as bytes): its value without
+    any layer, [stages, values], and for each kind of layer the value that one layer adds, [values]. If there is only
+    one stage, the first result includes all layers, because they cannot move.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)
@@ -223,7 +234,9 @@ def by_layers(
     # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int, stage: int) -> np.ndarray:
-        """Return `of_stage` if the chunk `begin` has `first` layers, and the model's last chunk all others."""
+        """Return the quantity `of_stage` for a model with `first` layers in the chunk `begin` and all other layers in
+        the last chunk.
+        """
         counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
         counts[begin] = first
         return of_stage(replace(config, model=more, layers=table_of(config, counts)), stage)

@@ -1,5 +1,5 @@
-"""This module replaces `auto` in a recipe by values, and no other module does so. Every command calls `resolve` after
-it has read its recipe.
+"""This module replaces the value `auto` in a recipe by computed values, and is the only module that does so. Every
+command calls `resolve` after it has read its recipe.
 
     1. A Megatron layout string at `model.model_config.offset` is replaced by the offset that places the layers in this
        way (`offsets`).
@@ -103,8 +103,8 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
     """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if this cost differs from the cost that the present recipe would have. A recipe that gives
-    measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
+    Return a line of text if the written cost differs from the cost that the present recipe would have. A recipe that
+    states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
@@ -128,8 +128,8 @@ class NothingFits(RecipeError):
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
-    """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's offset and recompute tables are not
-    read. The margin of the memory limit is by default the estimator's known error.
+    """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
+    read. The memory limit is reduced by `margin`, by default the known error of the memory model.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -195,7 +195,9 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This error means that the `auto` at `path` stays open; `why` says the reason, maybe by another key."""
+    """This error means that the value `auto` of the key `path` cannot be replaced; `why` is the reason, which may name
+    another key.
+    """
 
     def __init__(self, source: str, path: KeyPath, why: str):
         super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
@@ -203,8 +205,8 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which nothing is `auto` and the costs of samples are given. All other values are
-    unchanged.
+    """Return a copy of `recipe` in which every `auto` is replaced by a value and the costs of samples are filled in.
+    All other values of the recipe are unchanged.
 
     Args:
         say: a function that receives a line for each value that replaced `auto`.
@@ -223,7 +225,9 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return the resolved recipe, with plain values for what stays open, and the reasons for that."""
+    """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys whose `auto` could not
+    be computed; these keys get simple values.
+    """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed
 

@@ -1,4 +1,5 @@
-"""This module computes the least work that a pipeline stage can have with given layers under its memory cap.
+"""This module computes the least work (the time of its layers for one micro-batch, with recomputation) that a pipeline
+stage can have with given layers under its memory cap.
 
 The work of a stage is the time of its layers including recomputation. A stage that holds given layers recomputes as
 little as its memory allows, independently of the other stages: for few layers all combinations of recompute options are
@@ -36,7 +37,9 @@ def compositions(count: int, options: int) -> np.ndarray:
 
 
 class StageCosts:
-    """A `StageCosts` computes the least work of each stage for any number of layers that the stage may hold."""
+    """A `StageCosts` computes the least work of each pipeline stage (the time of its layers for one micro-batch, with
+    recomputation) for any number of layers that the stage may hold.
+    """
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -56,12 +59,15 @@ class StageCosts:
         )
 
     def content(self, first: int, count: int) -> Chunk:
-        """Return the number of layers of each type among the `count` layers of the model from `first` on."""
+        """Return the number of layers of each type among `count` consecutive layers of the model, beginning with layer
+        number `first`.
+        """
         return tuple(int(n) for n in self._prefix[first + count] - self._prefix[first])
 
     def least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
-        """Return the least work of a stage with `layers`, and the number of layers of each column in each of its
-        chunks, [chunks, K]; return None if these layers do not fit the stage's memory.
+        """Return the least work of a stage with the given layers, and the recomputation with which it is reached, as
+        numbers of layers by type and option in each chunk, [chunks, K]; return None if the layers do not fit the
+        stage's memory.
         """
         key = stage, layers
         if key not in self._known:
@@ -222,7 +228,9 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return the types of each stage's layers, given the layers of each chunk [C] in model order."""
+        """Return for each stage and each of its chunks the number of layers of each type, given the number of layers of
+        every chunk, [C] in model order.
+        """
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
         for chunk, count in enumerate(counts):
@@ -231,13 +239,17 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return each stage's least work [stages] for layers by chunk [C]; None if a stage does not fit."""
+        """Return the least work of each stage, [stages], given the number of layers of every chunk [C]; None if a stage
+        does not fit its memory.
+        """
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] of least work on each stage, for layers of the chunks that fit the memory."""
+        """Return the plan [K, C] in which each stage has the least work, given the number of layers of every chunk [C];
+        the layers must fit the memory of the stages.
+        """
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
             one = self.least(stage, layers)
@@ -246,7 +258,7 @@ class StageCosts:
         return plan
 
     def closed(self, works: np.ndarray) -> float:
-        """Return the step time by `tools.estimate.time_model.pipeline_of`, for each stage's work [stages]."""
+        """Return the step time by a closed formula, without a simulation, given the work of each stage, [stages]."""
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
 
@@ -260,7 +272,9 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """Return (least sum of work, layers by stage) with no stage above `slowest`; None if that cannot be."""
+    """Return the least sum of the stages' work, and the number of layers of each stage, of all distributions in which
+    no stage has more work than `slowest`; None if there is no such distribution.
+    """
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. Some of these orders are MindSpore's,
+"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are those of MindSpore,
 and others come from papers.
 
 An operation is one piece of work of a stage, such as the forward pass of one chunk for one micro-batch; an order is the
@@ -87,7 +87,7 @@ class Op(NamedTuple):
 
 
 def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
-    """Return the operations of an order as integers, [operations, COLUMNS].
+    """Return the order of a stage's operations as a table of integers, [operations, COLUMNS].
 
     An item of the order that holds two operations is a pair: a forward pass, and a backward pass of another
     micro-batch, that run together. In the table, the second row of a pair has a 1 in the last column.
@@ -186,14 +186,16 @@ def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_bat
 
 
 def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in 1F1B over parts of sequences, interleaved if a stage has several chunks."""
+    """Return the order of a stage in seqpipe: 1F1B with sequences that are split into parts, interleaved if a stage has
+    several chunks.
+    """
     after = (stages - 1 - stage) * (1 if chunks == 1 else 2)
     return _by_parts(_rounds_extra_spread(stages, micro_batches), chunks, after, parts)
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqvpp, which is seqpipe in rounds; each round has as many micro-batches as are
-    needed for their sequence parts to fill all stages.
+    """Return the order of a stage in seqvpp, which runs the micro-batches of seqpipe in rounds; in each round the
+    sequence parts of the micro-batches fill all stages.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
@@ -265,15 +267,16 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B - W), for the times F of a forward, B
-    of the gradients of inputs and W of the gradients of weights; as many micro-batches are in flight as in 1F1B.
+    """Return the order of a stage in ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B - W), where F, B and W are the times
+    of a forward pass, of input gradients and of weight gradients; as many micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return the order of a stage in ZB-H2. The bubble of a stage between its first and its last operation is (p - 1)
-    (F + B - 2 W), with F, B and W as for ZB-H1; 2 p - 1 micro-batches are in flight.
+    (F + B - 2 W), where F, B and W are the times of a forward pass, of input gradients and of weight gradients; 2 p - 1
+    micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
@@ -298,8 +301,8 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-Min, where a stage runs one unit after its neighbour in both directions; (p + 4)
-    // 3 micro-batches are in flight.
+    """Return the order of a stage in V-Min, where each stage runs a micro-batch one unit of time after its neighbour,
+    in both directions of the V; (p + 4) // 3 micro-batches are in flight.
     """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
@@ -307,8 +310,9 @@ def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-Half, where a stage runs two units after its neighbour on the way from the first
-    stage to the last and one unit on the way back; (p + 2) // 2 micro-batches are in flight.
+    """Return the order of a stage in V-Half, where each stage runs a micro-batch two units of time after its neighbour
+    on the way from the first stage to the last, and one unit after it on the way back; (p + 2) // 2 micro-batches are
+    in flight.
     """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
@@ -337,9 +341,9 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-ZB, where a stage runs four units after its neighbour on the way from the first
-    stage to the last and two units on the way back; idle places at the beginning and end are filled, and p
-    micro-batches are in flight.
+    """Return the order of a stage in V-ZB, where each stage runs a micro-batch four units of time after its neighbour
+    on the way from the first stage to the last, and two units after it on the way back. Idle times at the beginning and
+    end of a step are filled, and p micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -408,14 +412,14 @@ def _choice(
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in DualPipeV: the eight steps of DeepSeek's public `dualpipev.py`."""
+    """Return the order of a stage in DualPipeV, which follows the eight steps of DeepSeek's public `dualpipev.py`."""
     return as_table(_steps(stage, stages, micro_batches))
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order in which a stage of DualPipe runs its work. A stage and its mirror, `stages` - 1 - `stage`, both
-    run what a stage of DualPipeV with half as many stages runs; on the second half of the stages, chunks 0 and 1 change
-    places.
+    """Return the order of a stage in DualPipe. Stage number `stage` and stage number `stages` - 1 - `stage` both have
+    the order of one stage of DualPipeV with half as many stages; on the second half of the stages, chunks 0 and 1 are
+    exchanged.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
@@ -463,8 +467,8 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in interleaved 1F1B in whose steady phase each backward and the forward after this
-    backward run together as a pair.
+    """Return the order of a stage in interleaved 1F1B with pairs: in the steady phase, each backward pass runs together
+    with the forward pass that follows it.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forward and
     backward passes of different micro-batches; they do not say whether a backward pass is paired with the forward pass

@@ -149,8 +149,8 @@ def _needs(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
 
 
 def schedule_of(scheduler: str, chunks: int) -> str:
-    """Return the name in this module of the schedule that MindFormers' key `pipeline_scheduler` chooses; 1f1b may be
-    interleaved.
+    """Return this module's name for the schedule that a value of MindFormers' key `pipeline_scheduler` chooses; 1f1b
+    with several chunks is "interleaved_1f1b".
     """
     return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
 

@@ -44,7 +44,8 @@ OVERLAPS = ("none", "1f1b", "full")
 
 @dataclass(frozen=True)
 class Durations:
-    """A `Durations` says how long each operation takes, as [chunks, stages] arrays in one unit of time.
+    """A `Durations` holds the time of each operation of a pipeline, as arrays [chunks, stages] in the same unit of
+    time.
 
     If sequences are split, the arrays are [parts, chunks, stages], or [chunks, stages] if all parts take the same time.
 
@@ -131,8 +132,8 @@ def simulate_timetable(table: Timetable, durations: Durations | Sequence[Duratio
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the idle time of a stage if all stages are equal, in units of the work of one micro-batch on a stage; it
-    is (p - 1) / v for 1F1B.
+    """Return the idle time of a stage (the bubble) for equal stages, in units of the time of one micro-batch on a
+    stage; for 1F1B it is (p - 1) / v.
 
     A forward pass, the input gradients and the weight gradients are assumed to take equal times, and transfers no time.
     """
@@ -148,7 +149,8 @@ def makespans(
     weight: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the step times [plans] of many plans at once; sequences are not split, and transfers take no time.
+    """Return the step times [plans] of many plans, which are simulated together; sequences are not split, and transfers
+    take no time.
 
     `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
     `Durations`.
@@ -165,8 +167,8 @@ def makespans(
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
-    """Return the durations as one vector, whose positions are the numbers in `Timetable.work`: first the durations of
-    operations, then a 0 for idle places, then the durations of pairs.
+    """Return the durations as one vector, which the numbers in `Timetable.work` index: first the durations of
+    operations, then 0 for idle places, then the durations of pairs.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
@@ -226,8 +228,8 @@ def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
-    """Return the number of micro-batches (a number or an array) of a shorter step that needs as much memory as a step
-    of `micro_batches` micro-batches.
+    """Return a smaller number of micro-batches with which a step needs as much memory as with `micro_batches`
+    micro-batches; both may be arrays.
 
     Most schedules add the micro-batches that do not fill a round to the first round, and all later rounds repeat the
     second round. GPipe has only one round; seqpipe, seqvpp and seqsmartvpp distribute the remaining micro-batches over
@@ -239,8 +241,8 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
-    """Return the numbers of micro-batches in flight of each chunk, [vectors, chunks], at the fullest moments of a
-    stage's order: the rows of `in_flight` without the rows that another row exceeds in every chunk.
+    """Return how many micro-batches of each chunk are in flight at the moments at which a stage may need the most
+    memory, [moments, chunks]: the rows of `in_flight` without the rows that another row exceeds in every chunk.
 
     However large the activations of each chunk are, the peak memory of the stage occurs at one of these moments;
     therefore a solver's memory is exact if it has a constraint for each of them.
@@ -256,8 +258,8 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the numbers of micro-batches in flight at the fullest moments of one stage, as `peak_vectors` returns
-    them. The function simulates only as many micro-batches as the peak needs (`enough`).
+    """Return how many micro-batches of each chunk are in flight at the moments at which a stage may need the most
+    memory, [moments, chunks]. Only as many micro-batches are counted as are needed to reach the peak.
     """
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 
@@ -265,8 +267,8 @@ def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 def memory_over_time(
     simulation: Simulation, stage: int, static: float, activation: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (times, memory), which give the memory that a stage holds at each time of a step. The stage holds
-    memory[i] from times[i] to times[i + 1], or to the end of the step for the last i.
+    """Return the memory of a stage over one step as two arrays (times, memory). The stage holds memory[i] from times[i]
+    to times[i + 1], or to the end of the step for the last i.
 
     `activation` is the memory of one micro-batch's activations in each chunk; the peak memory is ``memory.max()``.
     """

@@ -45,8 +45,8 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait at once even if `work`
-    stays in C code for minutes.
+    """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait immediately even if
+    `work` stays in C code for minutes.
 
     The function `work` goes on until the process ends, so it must not write files. `work` must release Python's global
     interpreter lock. Outside the main thread, which receives no signals, `work` runs in the calling thread.
@@ -111,7 +111,7 @@ def uninterrupted() -> Iterator[None]:
 @contextmanager
 def deaf_children() -> Iterator[None]:
     """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
-    ends these child processes.
+    ends the child processes that the block starts.
 
     The child processes inherit a blocked SIGINT. Python's signal handlers are not inherited, and if this process
     ignored SIGINT, a Ctrl-C during the block would be lost.
@@ -169,8 +169,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it. The processes that this process has started
-    end with it.
+    first receives SIGTERM and has this time to end; then `kill` ends it. All processes that the started process has
+    itself started are ended, too.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.

@@ -195,8 +195,8 @@ def stage_of(config: Configuration, rank: int | None) -> int | None:
 def modelled(
     config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None, simulated: bool = True
 ) -> dict[str, float]:
-    """Return the predicted seconds of each of `TERMS`, which add up to the predicted step. The seconds of recomputation
-    belong to the term of the work that is repeated.
+    """Return the predicted seconds of each of the estimator's terms (such as matmul), which add up to the predicted
+    step. The seconds of recomputation are part of the term of the repeated work.
 
     Args:
         stage: the pipeline stage whose step is predicted; None for the slowest stage.
@@ -241,7 +241,8 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Return for each kind of communication in layers its predicted seconds, including the part that computation hides.
+    """Return the predicted seconds of each kind of communication inside layers (such as tensor-parallel), including the
+    part that computation hides.
 
     The result does not include the communication of gradients and weights: the model also hides this communication
     under waiting time, where a profile shows no hidden communication.
@@ -307,8 +308,8 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted seconds of each term, the largest first, for a measured step of which only the total seconds
-    are known.
+    """Return the predicted seconds of each of the estimator's terms (such as matmul), the largest first, for a measured
+    step of which only the total seconds are known.
     """
     gap = seconds - sum(predicted.values())
     found = []

@@ -1,5 +1,5 @@
 """This module fits the estimator's efficiencies to one profiled step, and makes a cluster file with the fitted
-efficiencies. Each efficiency is fitted to the terms of the step that depend on it.
+efficiencies. Each efficiency is fitted to the seconds of the parts of the step (such as matmul) that depend on it.
 
 1. *operators*: fit the dependence of a matmul's speed on its smallest dimension, from the shapes and the relative
    speeds of the kernels;
@@ -59,8 +59,8 @@ Numbers = Callable[[Efficiency], np.ndarray]
 
 @dataclass(frozen=True)
 class Fit:
-    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds before and
-    after.
+    """A `Fit` holds efficiencies of the estimator that were fitted to a profile, with the modelled seconds of the
+    profiled step before and after the fit.
 
     Args:
         efficiency: the efficiencies after the fit; those that `fitted` does not name are unchanged.

@@ -91,7 +91,7 @@ class Profile:
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
     """Return the sizes of the matrix product that a matmul kernel computes. Return None if the kernel's shapes do not
-    determine these sizes.
+    determine the sizes of the product.
 
     The tensors of grouped matmuls have the shapes [rows, depth] and [experts, depth, columns]; the rows are assumed to
     be evenly distributed over the experts.
@@ -188,8 +188,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of
-    such a kernel does not name a cell.
+    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of a
+    kernel from an expansion does not name the cell (module) of the model to which the kernel belongs.
     """
     return kernel.name.startswith("Expand/")
 
@@ -251,7 +251,7 @@ def _of_ranks(kernel: Kernel, config: Configuration) -> str:
 
 def place(kernel: Kernel) -> str | None:
     """Return the part of the model that a kernel's scope names: "moe", "layer" or "optimizer". Return None if the scope
-    names no such part.
+    of the kernel names no part of the model.
 
     On a CPU the function returns "step" for the parts of the network that are not layers: embedding, head and loss.
     """

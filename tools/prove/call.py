@@ -1,5 +1,5 @@
-"""This module defines the argument of the functions in `tools.prove.rules`: an operator, with the spread of each of its
-inputs (how the input is distributed over the ranks).
+"""This module defines a `Call`, the argument of the rules in `tools.prove.rules`: an operator, with the spread of each
+of its inputs (how the input is distributed over the ranks).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part:
 
     @property
     def spread(self) -> Spread:
-        """Return how this part, as a separate tensor, is distributed over the ranks (its spread)."""
+        """Return how this part of the split value is distributed over the ranks (its spread)."""
         return places.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
@@ -83,7 +83,7 @@ class Call:
     names: tuple[int, ...] = ()
 
     def spread(self, place: int) -> Spread:
-        """Return how the argument at a given place is distributed over the ranks (its spread)."""
+        """Return how the operator's argument number `place` is distributed over the ranks (its spread)."""
         value = self.values[place]
         if isinstance(value, Part):
             return value.spread
@@ -94,8 +94,9 @@ class Call:
         return value
 
     def in_its_layout(self, place: int) -> Spread:
-        """Return the spread of an argument with its loose pieces in the dimensions that MindSpore's layout of the
-        operator cuts, if the text of the operator states the layout (`in_strategy`) and one place agrees with it.
+        """Return the spread of an argument after its loose pieces (pieces of cut tensors whose dimension is not known
+        yet) are placed in the dimensions that MindSpore's layout of the operator (`in_strategy`) cuts. If the layout is
+        unknown or fits several placements, return the spread unchanged.
         """
         x, text = self.spread(place), _STRATEGY.search(self.node.text)
         if not x.loose or not text:
@@ -109,7 +110,9 @@ class Call:
         return replace(fit[0], loose=frozenset()) if len({each.dims for each in fit}) == 1 else x
 
     def states_another_cut(self, place: int) -> bool:
-        """Return whether MindSpore's layout of the operator cuts an argument without loose pieces in another way."""
+        """Return whether MindSpore's layout of the operator (`in_strategy`) cuts the argument number `place` in another
+        way than its spread.
+        """
         dims, text = self.spread(place).dims, _STRATEGY.search(self.node.text)
         wanted = re.findall(r"\(([\d, ]*)\)", text[1])[place : place + 1] if text else []
         return any(tuple(map(int, re.findall(r"\d+", each))) != tuple(map(self._ranks, dims)) for each in wanted)
@@ -129,7 +132,7 @@ class Call:
         return not self.outputs or not re.match(r"B?Float|Complex", self.outputs[0].dtype)
 
     def require_sum(self) -> None:
-        """Check that a collective computes the sum of the ranks' values.
+        """Raise an error if a collective does not compute the sum of the ranks' values.
 
         Raises:
             NotKnown: the collective does not add, or it is unknown whether it does.
@@ -143,7 +146,8 @@ class Call:
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
         """Return the axes of the device mesh along which a constant argument has different values, outermost first. The
-        constant must be the start of the rank's own piece of a dimension, with the pieces in the order of the ranks.
+        constant must be the index at which the rank's own piece of a cut dimension starts, with the pieces in the order
+        of the ranks.
 
         Args:
             key: a key of `differs`.
@@ -172,8 +176,8 @@ class Call:
         return axes
 
     def pieces_in_rank_order(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
-        """Return the axes that `own_pieces` returns, provided that the pieces follow each other in the order of the
-        mesh: the axis whose ranks lie farthest apart is the outermost one.
+        """Return the axes that `own_pieces` returns; raise an error unless the pieces lie in the order of the device
+        mesh, in which the axis whose ranks lie farthest apart is the outermost one.
 
         Raises:
             Certain: as for `own_pieces`. NotKnown: as for `own_pieces`, or the pieces follow each other in another

@@ -104,8 +104,8 @@ def proof_of(
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
     rank, its neighbours along each axis of the device mesh and the last rank along all axes are compiled too, and in
-    every graph it is found how each value is distributed over the ranks. If the constants of the graphs do not grow
-    evenly along an axis, the axis is divided into smaller axes.
+    every graph it is found how each value is distributed over the ranks. If a constant in the graphs (such as the start
+    of a slice) does not grow evenly from rank to rank along an axis, the axis is divided into smaller axes.
 
     Args:
         recipe: the recipe that was compiled.
@@ -126,7 +126,7 @@ def proof_of(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A `Compiled` holds the graphs of a recipe that are typed, and what is proven about them.
+    """A `Compiled` holds the compiled graphs of a recipe, and what is proven about the gradients in them.
 
     Args:
         mesh: the device mesh of a stage, with axes so small that every constant grows evenly along each axis.
@@ -151,8 +151,8 @@ def read_compiled(
     use_cache: bool = True,
     as_json: bool = False,
 ) -> Compiled:
-    """Compile the neighbours of a plan's ranks, and return all graphs with what is proven about them; the arguments and
-    the error are those of `proof_of`.
+    """Compile the neighbours of a plan's ranks on the device mesh, and return all graphs with what is proven about
+    their gradients. The arguments and the error are those of `proof_of`.
     """
     graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)

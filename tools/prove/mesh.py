@@ -76,8 +76,8 @@ class Mesh:
 
     def neighbours(self, rank: int) -> dict[str, int]:
         """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none,
-        the rank before it. For `FAR` return the rank at the other end of every axis (the last one, or the first one if
-        the rank itself is the last), unless this rank is one of the neighbours.
+        the rank before it. The key `FAR` holds the rank at the other end of every axis (the last rank, or the first one
+        if the rank itself is the last), unless it is one of the neighbours.
         """
         found, end = {}, rank
         for axis, place in self.places(rank).items():
@@ -87,8 +87,8 @@ class Mesh:
         return found if end in (rank, *found.values()) else {**found, FAR: end}
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
-        """Return the axes of the mesh that together contain `count` ranks at distances of `stride`, the outermost axis
-        first.
+        """Return the axes of the device mesh that together contain `count` ranks, each of them `stride` ranks after the
+        previous one; the outermost axis comes first.
         """
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
@@ -104,7 +104,7 @@ class Mesh:
         return tuple(axis for stride, count in reversed(runs(ranks)) for axis in self.over(stride, count))
 
     def of_layout(self, layout: Mapping[str, Any], sharded: Sequence[int] = ()) -> Spread:
-        """Return how a parameter with this layout is distributed over the ranks (its spread).
+        """Return how a parameter with MindSpore's layout `layout` is distributed over the ranks (its spread).
 
         Args:
             layout: as `tools.dryrun.rank` reports it: the mesh of the stage's devices, for each dimension the axes that
@@ -132,8 +132,8 @@ def smallest_factor(size: int) -> int:
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the ranks of a communication group as pairs (distance, count), smallest distance first: ranks 0, 1, 4, 5
-    are 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
+    """Return the ranks of a communication group as pairs (distance, count), the smallest distance first. For the ranks
+    0, 1, 4 and 5 the result is (1, 2) and (4, 2): 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
 
     Raises:
         NotKnown: the group cannot be written in this way.
@@ -182,8 +182,8 @@ def mesh_of(
 
 
 class Uneven(NamedTuple):
-    """An `Uneven` describes constants of an operator that have another value on the rank at the other end of every axis
-    than the neighbouring ranks imply.
+    """An `Uneven` describes constants of an operator (such as the starts of slices) that do not grow evenly from rank
+    to rank: their values on the last rank along all axes are not those that the neighbouring ranks imply.
 
     Args:
         says: a sentence about the first of these constants.
@@ -217,8 +217,8 @@ class Peers:
         self.places: dict[tuple[str, int], dict[tuple[Any, ...], list[int]]] = {}
 
     def differs(self, name: str, number: int) -> dict[tuple[int, int], frozenset[str]]:
-        """Return which constants of an operator differ between ranks: for each (argument, place in the argument's
-        tuple), the axes of the mesh along which the constant's value differs.
+        """Return the constants of an operator that differ between ranks, as a dictionary (number of the argument, index
+        in the argument's tuple) -> axes of the device mesh along which the constant differs.
 
         Raises:
             NotKnown: a peer has no such operator.
@@ -226,7 +226,8 @@ class Peers:
         return {key: frozenset(others) for key, (_, others) in self._differing(name, number).items()}
 
     def offsets(self, name: str, number: int) -> dict[tuple[int, int], tuple[int, dict[str, int]]]:
-        """Return how an operator's integer constants grow from rank to rank, in the form of `Call.offsets`.
+        """Return how the integer constants of an operator grow from rank to rank: for each constant its value on the
+        first rank, and its increase along each axis of the device mesh.
 
         Raises:
             NotKnown: a peer has no such operator.
@@ -240,9 +241,9 @@ class Peers:
         return found
 
     def unevenness(self, name: str, number: int) -> Uneven | None:
-        """Return a description of an operator's constants whose values on the rank at the other end of every axis are
-        not those that the neighbouring ranks imply; return None if there are no such constants, or if the graph of this
-        rank is unknown.
+        """Return a description of an operator's constants that do not grow evenly, so that their values on the last
+        rank along all axes are not those that the neighbouring ranks imply. Return None if all constants grow evenly,
+        or if the graph of the last rank is unknown.
 
         Texts that differ between neighbours are not compared, because no rule computes with them.
 

@@ -166,8 +166,9 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return a spread with the dimensions `dims` if they hold the same parts in the same order, so that every rank has
-    the same elements as before; otherwise return the spread unchanged. Pieces that change their dimension become loose.
+    """Return a spread with its dimensions replaced by `dims`, if each rank then holds the same elements as before;
+    otherwise return the spread unchanged. Pieces that change their dimension become loose (their dimension counts as
+    not known).
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
@@ -449,7 +450,7 @@ def _next_to_units(x: Spread) -> frozenset[str]:
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
     """Return the dimensions of a value after each rank along an axis has kept only its own piece of dimension `number`.
-    If pieces of another dimension, which a gather put in front of this one, are scattered, the other dimension is cut.
+    If dimension `number` begins with gathered pieces of another dimension, that other dimension is cut instead.
     """
     dims = list(x.dims)
     if not dims[number] or not isinstance(lead := dims[number][0], Block):
@@ -475,8 +476,8 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after an AllToAll along an axis: each rank splits
-    dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. The axis
-    then cuts dimension `split`, and its former pieces are gathered in dimension `join`.
+    dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. Afterwards
+    dimension `split` is cut along this axis, and dimension `join` is whole.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"

@@ -1,5 +1,5 @@
-"""This module applies a rule to values whose loose pieces (pieces whose dimension is not known yet) may lie in several
-dimensions: it tries the possible places.
+"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet): it
+tries each dimension in which such a piece may lie.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ _INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
 
 
 def outside(axis: str, other: str) -> bool:
-    """Return whether an axis of the mesh is outside another one. MindSpore cuts a dimension over axes from the outside
-    to the inside, so that an outer axis behind an inner one most likely cuts the next dimension.
+    """Return whether an axis of the device mesh lies outside another axis (dp is outside cp, and cp is outside tp).
+    MindSpore cuts a dimension over the outer axis first, so that an outer axis that follows an inner axis most likely
+    cuts the next dimension.
     """
     names = (axis.partition("."), other.partition("."))
     places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]

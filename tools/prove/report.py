@@ -56,7 +56,7 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """Return the weight's name with * in place of the numbers of layers and experts."""
+        """Return the weight's name in which * replaces the numbers of layers and experts."""
         return _LAYER.sub("*", self.name)
 
 
@@ -160,8 +160,9 @@ def _without_strategies(graph: GraphText) -> None:
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
-    """Return a `Typing` for each compiled stage, and a sentence for each direction (forward or backward) in which
-    stages send values that are distributed differently over the ranks.
+    """Return for each compiled stage a `Typing` (how each value of its graph is distributed over the ranks), and a
+    sentence for each direction (forward or backward) in which stages send values that are not distributed in the same
+    way.
 
     A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
     its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
@@ -247,8 +248,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return a sentence that says why a gradient is distributed wrongly over the ranks after its sums over ranks, and
-    what is missing; return "" if the gradient is distributed over the ranks as its weight is.
+    """Return the reason why a gradient, after its sums over ranks, is not distributed over the ranks like its weight
+    (such as a missing sum); return "" if it is.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"

@@ -27,7 +27,7 @@ from plugins.errors import TC3Error
 
 
 class Contradiction(TC3Error):
-    """This error means that the ranks' results are neither pieces nor parts of the result that one device would
+    """This error means that the results of the ranks, joined or added up, are not the result that one device would
     compute.
 
     Args:
@@ -40,8 +40,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error means that the compiled graph contradicts itself for every possible dimension of its loose pieces
-    (pieces of cut tensors whose dimension is not known yet).
+    """This error means that the compiled graph is certainly wrong, in whichever dimensions its loose pieces (pieces of
+    cut tensors whose dimension is not known yet) lie.
     """
 
 
@@ -51,7 +51,7 @@ class NotKnown(TC3Error):
 
 @dataclass(frozen=True)
 class Block:
-    """A `Block` holds `count` pieces of a dimension that a gather has placed in front of another dimension.
+    """A `Block` stands for `count` pieces of a cut dimension that an AllGather has put in front of another dimension.
 
     Args:
         home: the dimension to which these pieces belong.
@@ -182,7 +182,7 @@ def plain(shape: Iterable[int]) -> Spread:
 
 
 def tidy(atoms: Iterable[Atom]) -> Dim:
-    """Return the parts (atoms) of a dimension without those of one element, and with neighbouring sizes multiplied."""
+    """Return the factors (atoms) of a dimension without factors of 1, and with neighbouring numbers multiplied."""
     found: list[Atom] = []
     for atom in atoms:
         if atom == 1:
@@ -195,7 +195,9 @@ def tidy(atoms: Iterable[Atom]) -> Dim:
 
 
 def times(*parts: tuple[Powers, int]) -> Powers:
-    """Return the powers of the axis sizes in a product, where each factor is given as (powers, exponent)."""
+    """Return the exponent of each axis size in a product of powers of axis sizes, where each factor is given as (axis
+    sizes with their exponents, exponent of the factor).
+    """
     total: Counter[str] = Counter()
     for powers, sign in parts:
         for axis, power in powers:
@@ -204,8 +206,8 @@ def times(*parts: tuple[Powers, int]) -> Powers:
 
 
 def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after a multiplication by the size of each of
-    `axes` to a power.
+    """Return how a value is distributed over the ranks (its spread) after it was multiplied by the number of ranks
+    along each of `axes`, raised to `power`.
     """
     return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
 
@@ -219,7 +221,7 @@ def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
 
 
 def require_home(*given: Spread) -> None:
-    """Raise an error for values in which gathered pieces are not yet in the dimension to which they belong.
+    """Raise an error for values whose gathered pieces have not yet been moved to the dimension to which they belong.
 
     Raises:
         NotKnown: the value has such pieces.
@@ -269,8 +271,8 @@ def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[i
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension in which each rank's grouped tokens are in the order that they had on this rank; for a sum
-    over the tokens this order is enough.
+    """Return a dimension of tokens, which MindFormers has grouped for its router, with the tokens of each rank back in
+    their former order; this suffices for a sum over the tokens.
     """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
@@ -280,8 +282,8 @@ def own_order(dim: Dim) -> Dim:
 
 
 def check_rows(one: Dim, other: Dim) -> None:
-    """Raise an error if the dispatched rows of two values went through the same steps, but may lie in different orders
-    on a rank.
+    """Raise an error if the rows of two values were dispatched to experts in the same steps, but may lie in different
+    orders on a rank.
 
     Raises:
         NotKnown: it is not known whether the orders are the same.
@@ -329,7 +331,9 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def as_tensor(x: Spread) -> Spread:
-    """Return the spread of a value without the knowledge that its elements are equal (`Alike`) or zeros (`Zeros`)."""
+    """Return the spread of a value as that of any tensor, without the information that its elements are equal (`Alike`)
+    or zeros (`Zeros`).
+    """
     return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
 
 
@@ -373,8 +377,8 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return the spread of a replicated value, divided by the number of ranks along `axes`, as a partial sum over these
-    axes.
+    """Return the spread of a replicated value expressed as a partial sum over `axes`, in which each rank holds the
+    value divided by the number of ranks.
     """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
@@ -401,7 +405,7 @@ def add(x: Spread, y: Spread) -> Spread:
 
 
 def check_linear(x: Spread, y: Spread) -> None:
-    """Raise an error for two factors if the products that the ranks compute do not add up to the product of the whole
+    """Raise an error if the products of two values that the ranks compute do not add up to the product of the whole
     values.
     """
     if either := x.greatest | y.greatest:

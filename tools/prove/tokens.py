@@ -1,5 +1,5 @@
-"""This module holds the rules for operators that turn a rank's tokens into rows that a router can dispatch, and back:
-the tokens are grouped, joined with constant rows, and put in the order of the ranks.
+"""This module holds the rules for operators that turn a rank's tokens into rows that a router can dispatch, and back.
+The operators group the tokens, join them with constant rows, and put them in the order of the ranks.
 
 The shapes do not distinguish such a reshape or concatenation from any other; only its counterpart after the experts
 puts the tokens back in their original positions. `tools.prove.experts` holds the rules of the steps in between.
@@ -16,23 +16,23 @@ from tools.prove.spread import Dim, NotKnown, Rows, Spread, extent, refusal
 
 
 def rows_in(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the position of the dispatched rows of tokens in a dimension, and these rows; return None if the dimension
-    has no dispatched rows.
+    """Return the rows of tokens in a dimension whose order routing decides, with their position among the dimension's
+    factors; return None if the dimension has no such rows.
     """
     return next(((place, atom) for place, atom in enumerate(dim) if isinstance(atom, Rows)), None)
 
 
 def dispatched(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the position of the dispatched rows in a dimension and these rows, as `rows_in` does; return None for rows
-    that `by_rank` made.
+    """Return the rows of tokens in a dimension that were dispatched to experts, with their position among the
+    dimension's factors; return None if there are none, or if only `by_rank` has put the rows in another order.
     """
     found = rows_in(dim)
     return None if found is None or found[1].path == (("flat",),) else found
 
 
 def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return a vector that is cut over ranks with its elements in the order of the ranks, as a gather puts them; return
-    it unchanged if its elements are already in this order.
+    """Return the spread of a vector that is cut over ranks, with its elements in the order in which an AllGather joins
+    the pieces of the ranks; return it unchanged if its elements are already in this order.
 
     A gather puts the ranks' elements one after another, which is not the order of the whole value.
     """
@@ -45,8 +45,8 @@ def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def by_place(x: Spread) -> Spread:
-    """Return a vector with its elements back in the order that they had before `by_rank`, provided that each rank holds
-    its own elements again.
+    """Return the spread of a vector with its elements in the order that they had before `by_rank`; return it unchanged
+    unless each rank holds its own elements again.
     """
     rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
     if not isinstance(rows, Rows) or rows.path != (("flat",),):
@@ -56,8 +56,8 @@ def by_place(x: Spread) -> Spread:
 
 
 def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
-    """Return a value whose elements are known to be equal along some dimensions; along these dimensions the value can
-    be combined with rows in any order.
+    """Return the spread of a value, marked as having equal elements along the given dimensions, so that it can be
+    combined with rows in any order along these dimensions.
     """
     dims = list(x.dims)
     for number in numbers:

@@ -38,7 +38,7 @@ _OF_THE_LOSS = "_NLLLoss"  # its hand-written backward multiplies by the ranks o
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` says why it was not found how a value is distributed over the ranks.
+    """A `Failure` holds the reason why it could not be determined how a value is distributed over the ranks.
 
     Args:
         contradicts: whether the operator does not allow the spreads of its arguments; otherwise the spread is unknown.
@@ -400,14 +400,16 @@ class Typing:
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return for each operator of which it is unknown how its result is distributed over the ranks the reason for
-        this.
+        """Return the operators of whose results the distribution over the ranks could not be determined, each with the
+        reason.
         """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
     def axes_of(self, node: Node) -> tuple[str, ...]:
-        """Return the mesh axes of a collective's group; neighbouring ranks of the group differ in the last one."""
+        """Return the axes of the device mesh that make up a collective's group; neighbouring ranks of the group differ
+        along the last of these axes.
+        """
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
@@ -426,7 +428,9 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return how the reported losses are distributed over the ranks, without losses that are equal on all ranks."""
+        """Return how the losses that the run reports are distributed over the ranks (their spreads); losses that are
+        equal on all ranks are left out.
+        """
         found = []
         for node in self.graph.graphs[self.graph.root]:
             number = re.match(r"AssignAdd\(%para\d+_\w*loss, %(\d+)", node.head.removeprefix("PrimFunc_"))
@@ -436,8 +440,8 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the collectives that directly precede a value of the root graph, and the operators that only pass it
-        on.
+        """Return the operators from which a value of the root graph directly comes: the last collectives, and the
+        operators in between that only pass the value on.
         """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()

@@ -64,7 +64,9 @@ _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"
 
 @dataclass(frozen=True)
 class Entry:
-    """An `Entry` describes one recipe of a folder: its stage, its mesh in words, and how it was verified."""
+    """An `Entry` describes one recipe of a folder: its training stage, its parallel layout in words, and how it was
+    verified.
+    """
 
     file: Path
     stage: str
@@ -128,7 +130,7 @@ def load_cards(recipes: Path) -> list[Card]:
 
 def why_modelled(files: Iterable[str]) -> str:
     """Return why a recipe is only modelled, so that no training should start from it; "" if no `card.yaml` says so. The
-    cards of all `files` count, because that of a base also applies to its child recipes.
+    cards of all `files` are read, because the card of a base recipe also applies to its child recipes.
     """
     for path in sorted(map(Path, files)):
         try:
@@ -148,7 +150,9 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return a file's card. RecipeError names the file and the wrong key; OSError says that there is no card."""
+    """Return the content of a `card.yaml`. The function raises RecipeError, which names the file and the wrong key, or
+    OSError if there is no such file.
+    """
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -292,7 +296,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing, and exit with code 1 if recipes/README.md is out of date.")
 def main(check: bool) -> None:
-    """Write recipes/README.md from the cards."""
+    """Write recipes/README.md from the files card.yaml."""
     target = RECIPES / "README.md"
     try:
         text = catalogue(RECIPES)

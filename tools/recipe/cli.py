@@ -1,4 +1,6 @@
-"""This module is the command `tc3 recipe`. The group shows one recipe as it will run, or compares two recipes."""
+"""This module is the command `tc3 recipe`. The commands of this group show one recipe as it will run, or compare two
+recipes.
+"""
 
 from __future__ import annotations
 

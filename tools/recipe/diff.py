@@ -25,14 +25,18 @@ UNCLASSIFIED = "unclassified"
 
 
 class Meaning(NamedTuple):
-    """A `Meaning` describes the effect of changing a key of a recipe: a group of `meaning.yaml`, and a short phrase."""
+    """A `Meaning` describes the effect of changing a key of a recipe: one of the groups in meaning.yaml, and a short
+    phrase.
+    """
 
     group: str
     phrase: str
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """Return the meaning of a key path. To be safe, an unknown key counts as a key that changes the results."""
+    """Return the effect of changing the value at a key path. To be safe, an unknown key counts as a key that changes
+    the results.
+    """
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -90,7 +94,9 @@ ABSENT = _Absent()
 
 
 class Batch(NamedTuple):
-    """A `Batch` holds the devices of a run, and the samples (the global batch) and tokens of a step."""
+    """A `Batch` holds the number of devices of a run, and the numbers of samples (the global batch) and tokens of a
+    step.
+    """
 
     devices: int
     samples: int
@@ -99,7 +105,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference of two recipes; `words`, its key path, names list entries by their `type`."""
+    """A `Change` is one difference between two recipes. In the key path `words` of a `Change`, the entries of a list
+    are named by their `type`.
+    """
 
     words: tuple[str, ...]
     before: Any
@@ -115,14 +123,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds both recipes' batches, and their differences, the most important group first."""
+    """A `Comparison` holds the batches of two recipes, and the differences between the recipes, with the most important
+    group first.
+    """
 
     before: Batch
     after: Batch
     changes: list[Change] = field(default_factory=list)
 
     def group(self, name: str) -> list[Change]:
-        """Return the changes of one of `GROUPS`, in the order of the recipes."""
+        """Return the differences whose effect belongs to the group `name` (one of `GROUPS`), in the order of the
+        recipes.
+        """
         return [change for change in self.changes if change.meaning.group == name]
 
 
@@ -136,7 +148,9 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Return every difference of two flat recipes; a value shared through an anchor differs once."""
+    """Return every difference between two flat recipes; a value that several keys share through a YAML anchor is listed
+    once.
+    """
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):
@@ -148,7 +162,7 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 
 
 def batch_of(recipe: Recipe) -> Batch:
-    """Return devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
+    """Return the numbers of devices, samples and tokens of a step, as MindFormers' trainer computes them."""
     view = View(recipe)
     default = model_number(view, "seq_length")
     length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))

@@ -1,4 +1,6 @@
-"""This module holds the results of a check: findings with their places and remedies, and the recipe's sizes."""
+"""This module holds the results of `tc3 check`: the faults of a recipe with their places and remedies, and the recipe's
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Return the place of the value as ``file:line: ``, without the parts that are not known."""
+        """Return the place of the faulty value as ``file:line: ``, without the parts that are not known."""
         return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
 
     @property
     def words(self) -> str:
-        """Return a text with the key, the fault of its value, and a right value."""
+        """Return the finding as text: the key, what is wrong with its value, and a right value."""
         return f"{self.key}: {self.wrong}" + (f"; {self.right}" if self.right else "")
 
 
@@ -75,7 +77,9 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the findings on a recipe; a wrong value behind an anchor gets only one finding."""
+    """A `Findings` collects the faults of a recipe; a wrong value that several keys share through a YAML anchor is
+    listed only once.
+    """
 
     def __init__(self, recipe: Recipe, line_of: Any):
         self.recipe = recipe
@@ -92,11 +96,15 @@ class Findings:
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Add a note on a deviation of MindFormers that the recipe cannot avoid."""
+        """Add a note that MindFormers computes something other than a user may expect, which the recipe cannot
+        avoid.
+        """
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add the error of a plugin's reader as a finding at the key that the error names, or else at `section`."""
+        """Add an error that a plugin raised while it read its settings, at the key that the error names, or else at the
+        key `section`.
+        """
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
         self.error(path if inside else section, error.wrong if inside else str(error), right, rule)
@@ -118,8 +126,9 @@ class Findings:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the first of `errors`, which `tc3 check` found, as the error of a tool that cannot go on. An error about
-    the model's type comes first, because with a wrong type every other key of the model seems wrong.
+    """Return the error with which a tool refuses a recipe in which `tc3 check` found `errors`: the first of them, with
+    the number of the others. An error about the model's type comes first, because with a wrong type every other key of
+    the model seems wrong.
     """
     first = next((error for error in errors if error.key.endswith(".model_type")), errors[0])
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
@@ -127,7 +136,9 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return a tool's error about a key of a recipe, with the key path and, if known, file and line."""
+    """Return a RecipeError about a key of a recipe; its message begins with the key path and, if known, file and
+    line.
+    """
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 
 

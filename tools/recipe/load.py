@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe remembers where each
-of its values was written.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe that was read also
+holds the file and line of each of its values.
 
 The rules of reading follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:`
 names files relative to the recipe; these files are merged shallowly with each other, and then deeply with the recipe. A
@@ -37,7 +37,9 @@ _idents = itertools.count()
 
 
 class Mark(NamedTuple):
-    """A `Mark` says where a value was written; marks with one `ident` share a value through an anchor."""
+    """A `Mark` holds the file and the line where a value of a recipe was written; marks with the same `ident` share one
+    value through a YAML anchor.
+    """
 
     file: str
     line: int
@@ -48,7 +50,9 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a flat recipe: a dict that also holds its `source` file and the `marks` of its key paths."""
+    """A `Recipe` is a flat recipe: a dict that also holds its file (`source`) and the file and line of each of its
+    values (`marks`).
+    """
 
     source: str = ""
     marks: dict[KeyPath, Mark]
@@ -108,7 +112,9 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return a file's values, bases merged in; `parents` are the real paths of the files that led to it."""
+        """Return the values of a recipe's file with its base recipes merged in; `parents` are the real paths of the
+        files that name this file as their base, directly or indirectly.
+        """
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder
@@ -340,8 +346,8 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that is written and is not a mapping. (`tc3 check` lists all such sections
-    instead.)
+    """Raise an error for the first section that is written and is not a mapping. Unlike this function, `tc3 check`
+    lists all sections that are not mappings.
 
     Raises:
         RecipeError: the message has file, line and key path.
@@ -391,7 +397,9 @@ _DEGREES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parall
 
 
 class Refusal(NamedTuple):
-    """A `Refusal` is a number in a recipe that is refused: its place, its fault, and a right value."""
+    """A `Refusal` describes a number in a recipe that is not allowed: its key path, what is wrong with it, and what is
+    allowed.
+    """
 
     path: tuple[Any, ...]
     value: Any
@@ -400,19 +408,21 @@ class Refusal(NamedTuple):
 
     @property
     def size(self) -> bool:
-        """Return whether other values are computed from the number, so that it should be a whole number."""
+        """Return whether the number must be a whole number, such as a size from which other values are computed."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every refused number of a recipe in the order of its keys, and last a refused number of devices."""
+    """Yield every number of a recipe that is not allowed, in the order of its keys; if there is none, check the number
+    of devices.
+    """
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Yield every refused number at or below the key path `path`, whose value is `node`."""
+    """Yield every number that is not allowed in the value `node` of the key path `path`, or below it."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))
@@ -421,7 +431,7 @@ def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
 
 
 def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield a refusal of the product of the parallel degrees if no cluster has that many devices."""
+    """Yield a `Refusal` if the product of the parallel degrees is larger than the number of devices of any cluster."""
     degrees = recipe.get("parallel_config")
     written = [degrees.get(key) for key in _DEGREES] if isinstance(degrees, dict) else []
     sizes = [size for size in written if type(size) is int]
@@ -431,7 +441,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return the fault of a number at a key path, and a right value. Return None if the number is allowed."""
+    """Return what is wrong with a number at a key path, and what is allowed. Return None if the number is allowed."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -463,8 +473,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return advice on how to write a number so that YAML 1.1 reads it as a number: ``1e-8`` becomes ``1.0e-8``. If the
-    text is not of this form, the advice is to leave out its quotes.
+    """Return advice for a number that YAML 1.1 reads as text: ``1e-8`` must be written as ``1.0e-8``, and any other
+    number without quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

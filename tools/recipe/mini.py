@@ -133,7 +133,9 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Change a recipe (in place) into one for a single CPU process, except for the model's keys (`compute_on_cpu`)."""
+    """Change a recipe for Ascend (in place) into one for a single CPU process; `compute_on_cpu` changes the keys of the
+    model.
+    """
     imposed = copy.deepcopy(_ON_CPU)
     for name, section in imposed["sections"].items():
         recipe[name] = {**recipe.get(name, {}), **section}
@@ -212,14 +214,16 @@ def _shrink_groups(model: dict[str, Any]) -> None:
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:
-    """Replace (in place) the operators of a recipe that a CPU lacks."""
+    """Replace operators that do not exist on a CPU in the model section of a recipe, in place."""
     model.update(_ON_CPU["model"], batch_size=BATCH)
     if model.get("n_routed_experts"):
         model.update(_ON_CPU["experts"], moe_token_dispatcher_type=DEFAULT_DISPATCHER)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Let each of `WORKERS` CPU workers train a sample per step (in place), as two nodes that share experts."""
+    """Change a mini recipe (in place) so that `WORKERS` CPU workers train one sample each per step, with expert
+    parallelism over two simulated nodes.
+    """
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
     mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
@@ -228,7 +232,9 @@ def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
-    """Make the dataset of a recipe read `data_path`, with full attention masks instead of compressed masks."""
+    """Change the dataset of a mini recipe (in place) so that it reads `data_path`, with full attention masks instead of
+    compressed masks.
+    """
     dataset = mini["train_dataset"]
     loader = dataset["data_loader"]
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
@@ -246,7 +252,9 @@ def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, ste
 
 
 def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
-    """Make HFDataLoader read the instructions and the tokenizer beside `data_path`, with full attention masks."""
+    """Change the HFDataLoader of a mini recipe (in place) so that it reads the instructions and the tokenizer beside
+    `data_path`, with full attention masks.
+    """
     dataset = mini["train_dataset"]
     loader = dataset["data_loader"]
     loader.update(data_files=f"{data_path}_instructions.jsonl", create_compressed_eod_mask=False)
@@ -263,7 +271,9 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every schedule to `steps`, the first of them a warm-up; learning rates keep their type."""
+    """Shorten every learning-rate schedule of a mini recipe (in place) to `steps` steps, of which the first fifth is
+    the warm-up; the types of the schedules stay the same.
+    """
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
     for schedule in filter(None, schedules):
@@ -275,7 +285,9 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change the callbacks: print every step, save at the end, count tokens of the own number of experts."""
+    """Change the callbacks of a mini recipe (in place) so that every step is printed, a checkpoint is saved at the end,
+    and the tokens of the mini model's own number of experts are counted.
+    """
     kept = []
     for callback in mini.get("callbacks", []):
         if callback["type"] == "MFLossMonitor":

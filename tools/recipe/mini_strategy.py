@@ -27,7 +27,9 @@ _OWN = (
 
 
 def shares_keys(model: Mapping[str, Any]) -> bool:
-    """Return whether query heads may share those of keys and values: not with multi-head latent attention."""
+    """Return whether several query heads may share a key and value head, which multi-head latent attention does not
+    allow.
+    """
     return model.get("model_type") == GROUPED or model.get("multi_latent_attention") is False
 
 
@@ -50,8 +52,8 @@ class Degrees:
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
     The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
-    further doubling fits into `workers`. As many data- and tensor-parallel ranks of a stage share the experts as the
-    recipe's expert-parallel degree allows.
+    further doubling fits into `workers`. The expert-parallel degree is the largest that the recipe and the data- and
+    tensor-parallel ranks of a stage allow.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True
@@ -69,8 +71,8 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy on `workers` processes. A step of
-    this mini recipe has `batch` samples, or more if its pipeline needs more micro-batches.
+    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy on `workers` processes. A step of the
+    mini recipe then has `batch` samples, or more if the pipeline needs more micro-batches.
 
     Raises:
         RecipeError: the recipe does not split the model or the batch, or the batch cannot be divided among the
@@ -104,14 +106,14 @@ def degrees_for(mini: dict[str, Any], view: View, workers: int) -> Degrees:
 
 
 def least_micro_batches(view: View, degrees: Degrees) -> int:
-    """Return the smallest number of micro-batches that fills the stages under a recipe's own pipeline schedule."""
+    """Return the smallest number of micro-batches with which a recipe's own pipeline schedule keeps all stages busy."""
     return fewest_to_fill(degrees.pp, view.scheduler) if degrees.pp > 1 else 1
 
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
-    """Give the mini recipe (in place) these parallel degrees, and the operators of the full recipe that `view` shows,
-    for steps of `batch` samples. It gets enough layers for the `deepest` pipeline, so that mini recipes with other
-    degrees have the same weights.
+    """Give a mini recipe (in place) the parallel degrees `degrees` and the operators of the full recipe (`view`), for
+    steps of `batch` samples. The mini recipe gets as many layers as the pipeline of `deepest` needs, so that mini
+    recipes with different degrees have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

@@ -43,7 +43,7 @@ class _Given:
     named: set[KeyPath] = field(default_factory=set)  # the key paths that an override names itself
 
     def name(self, paths: Sequence[KeyPath], override: str) -> None:
-        """Record that an override names the key paths `paths`."""
+        """Record that the command-line override `override` sets the key paths `paths`."""
         self.named.update(paths)
         self.by.update(dict.fromkeys(paths, override))
 
@@ -97,7 +97,9 @@ def _as_text(value: Any) -> str:
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Return the overrides; one that sets `keys` by a mapping is split into one for each of its keys."""
+    """Return the overrides, in which an override of one of `keys` whose value is a mapping is split into one override
+    for each key of the mapping.
+    """
     found = []
     for override in overrides:
         name, _, text = override.partition("=")
@@ -112,7 +114,7 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list with `value` at the dotted names `places`, each in its place."""
+    """Return an override of a list in which `value` is set at the dotted names `places`."""
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
@@ -133,8 +135,8 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
-    """Return the dotted names that ``"a.b=c"`` changes through YAML anchors beside the given name, without those that
-    another override has set in the `changed` recipe.
+    """Return the dotted names that the override ``"a.b=c"`` also changes, because they share the value of `a.b` through
+    a YAML anchor; names that another override has set in the `changed` recipe are left out.
     """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
@@ -366,7 +368,9 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether a name is that of a plugin or setting that the recipe lacks, and no typing error."""
+    """Return whether an override adds a plugin, or a setting of a plugin, that the recipe does not have yet, and is not
+    a misspelt key.
+    """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False

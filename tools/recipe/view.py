@@ -1,6 +1,6 @@
 """This module reads the values of a recipe that other modules use in computations. The look-ups of a `View` return a
-default for a value of the wrong type, so that rules can be checked on a broken recipe. A `View` also computes the sizes
-that rules use.
+default for a value of the wrong type, so that `tc3 check` can check the rules of a broken recipe. A `View` also
+computes sizes, such as the number of devices.
 
 A recipe may contain the value `auto`, which `tools.layout.resolve` replaces. MindFormers cannot read such a recipe, and
 no sizes can be computed from it, so `require_resolved` refuses it.
@@ -30,7 +30,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` gives the sizes of a recipe. A value of the wrong type counts as its default."""
+    """A `View` gives the sizes of a recipe. For a value of the wrong type, a `View` gives the default."""
 
     recipe: Recipe
 
@@ -98,12 +98,16 @@ class View:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches of a step. Without a pipeline, MindFormers resets this number to 1."""
+        """Return the number of micro-batches of a step. Without a pipeline, MindFormers resets the number of
+        micro-batches to 1.
+        """
         return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
 
     @cached_property
     def accumulation(self) -> int:
-        """Return the gradient accumulation steps, which work only in semi-auto mode without a pipeline."""
+        """Return the number of gradient accumulation steps, which have an effect only in semi-auto mode without a
+        pipeline.
+        """
         steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
         return steps if self.parallel and self.pp == 1 else 1
 
@@ -121,18 +125,22 @@ class View:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the samples of a step as the trainer computes them; of the largest one if the batch grows."""
+        """Return the number of samples of a step as the trainer computes it; if the batch grows during training, that
+        of the largest batch.
+        """
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return the ramp of the batch size, which has stages only with plugins.batch_ramp."""
+        """Return how the batch size grows during training; it is constant without plugins.batch_ramp."""
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch, which MindFormers can turn on by itself."""
+        """Return whether every rank reads the whole global batch (full_batch), which MindFormers may turn on without a
+        key of the recipe.
+        """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
@@ -141,7 +149,9 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the loader packs samples, for which the trainer turns on the attention mask."""
+        """Return whether the data loader packs several conversations into a sample, for which the trainer turns on the
+        attention mask.
+        """
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
@@ -203,12 +213,12 @@ class View:
 
     @cached_property
     def sharded_on_cpu(self) -> bool:
-        """Return whether the recipe runs on CPU by the sharded graph that Ascend runs (plugins/semi_auto_cpu)."""
+        """Return whether the recipe runs on CPU with the same sharded graph as on Ascend (plugins/semi_auto_cpu)."""
         return chosen(self.recipe)
 
     @cached_property
     def cpu_classes(self) -> bool:
-        """Return whether the recipe runs data parallel on CPU (plugins/cpu_backend)."""
+        """Return whether the recipe runs on CPU with data parallelism (plugins/cpu_backend)."""
         return self.on_cpu and not self.sharded_on_cpu
 
     @cached_property

@@ -78,8 +78,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class End:
-    """An `End` says how one node's part of an attempt ended. The field `rank` is a worker's rank in the whole run;
-    `code` is the worker's exit code, which is negative for a signal.
+    """An `End` records how an attempt ended on one node. The field `rank` is the global rank of a worker, and `code` is
+    the worker's exit code, which is negative for a signal.
     """
 
     host: str

@@ -161,8 +161,8 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def untold(run: Run) -> list[int]:
-    """Return the numbers of those attempts before the newest one of which no record says how they ended, as after a
-    power cut or the kill of a launch.
+    """Return the numbers of the attempts before the newest one for which there is no record of how they ended, such as
+    after a power cut.
     """
     return [one.number for one in run.attempts[:-1] if one.plan and not one.ends and one.verdict is None]
 

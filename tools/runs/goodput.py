@@ -48,8 +48,7 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class Piece:
     """A `Piece` is a span of a run's time with one kind of work, from `begin` to `end` in microseconds since 1970. If
-    this work is a series of training steps, `between` is the number of microseconds of the span that lie between the
-    steps.
+    the span is a series of training steps, `between` is the number of its microseconds that lie between the steps.
     """
 
     begin: int
@@ -206,8 +205,8 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
     now, seen = frame.begin, False
 
     def until(end: int, kind: Kind) -> None:
-        """Add a span of time with the work `kind` from the end of the last span to `end`; a span of further steps is
-        joined with the steps before it.
+        """Add a span of time with the work `kind` from the end of the last span to `end`; a span of training steps is
+        joined with a preceding span of steps.
         """
         nonlocal now
         end = min(max(end, now), frame.end)

@@ -1,6 +1,6 @@
 """This module compares the usual step of a run with the step that the estimator predicts for a measured cluster (`tc3
-runs report RUN --measured BUNDLE`). BUNDLE holds measurements of `tc3 firsthour`, to which the efficiencies of this
-cluster were fitted.
+runs report RUN --measured BUNDLE`). The file BUNDLE holds measurements of `tc3 firsthour`, to which the cluster's
+efficiencies were fitted.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Readings:
     world_size: int = 1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add one line of a metrics file: the header that each start of the workers writes, or the record of a step."""
+        """Add one line of a metrics file: the record of a step, or the header that the workers write at each start."""
         if "total_steps" in record:
             self.total_steps = record["total_steps"]
             self.start_step = record.get("start_step", 0)
@@ -124,7 +124,9 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return the exponential of a loss in nats; infinity if it is too large for a float, and None for None."""
+    """Return the perplexity, which is the exponential of a loss in nats; infinity if it is too large for a float, and
+    None if the loss is None.
+    """
     if loss is None or math.isnan(loss):
         return None
     return math.exp(loss) if loss < _MOST_LOSS else math.inf
@@ -233,8 +235,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` holds the results of a run's straggler probes: sentences about slow ranks, and sentences about the
-    limits of these probes; `compared` is the number of compared ranks, or None without probes.
+    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training): sentences about
+    slow ranks, sentences about what the probes cannot show, and the number of compared ranks (None without probes).
     """
 
     compared: int | None
@@ -312,8 +314,8 @@ class Probes:
 
 @dataclass
 class Part:
-    """A `Part` holds the steps since one start of a run's workers; each column of `COLUMNS` is an array with one value
-    for each step.
+    """A `Part` holds the steps that a run made after one start of its workers; each column (such as the loss) is an
+    array with one value for each step.
 
     Args:
         start_step: the number of steps that were done before this part.
@@ -352,7 +354,7 @@ class Part:
 
     @property
     def timed(self) -> bool:
-        """Return whether the records of this part of the run contain the times at which its steps were made."""
+        """Return whether the records of the steps in this part of the run state the time of each step."""
         return bool(self["time"]) and not any(math.isnan(time) for time in self["time"])
 
     @property
@@ -416,7 +418,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return the content of a run's folder that the reports about the run need.
+    """Return the content of those files of a run's folder that the reports about the run need.
 
     Raises:
         DataError: as in `check_folder`.
@@ -436,8 +438,8 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return the number of steps done before, the time at which training began and the total number of steps, from the
-    header that each start of the workers writes into a metrics file.
+    """Return the content of the header that the workers write into a metrics file at each start: the number of steps
+    done before, the time at which training began, and the total number of steps.
     """
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None

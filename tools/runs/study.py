@@ -1,4 +1,4 @@
-"""This module computes everything that `tc3 runs report` says about one run, as data."""
+"""This module computes, as data, everything that `tc3 runs report` prints about one run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Mtbf:
 @dataclass(frozen=True)
 class Saving:
     """A `Saving` compares the interval between checkpoint saves that a run used with the best interval, in seconds of
-    training, and says which share of the time each of the two intervals costs.
+    training, and holds the share of the time that each of the two intervals costs.
     """
 
     cost: float
@@ -236,8 +236,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Study:
-    """A `Study` holds everything that the report says about one run; `ledger` is a sentence if the time of the run
-    cannot be determined.
+    """A `Study` holds everything that the report prints about one run; `ledger` divides the run's time by kind of work,
+    or is a sentence if this is not possible.
     """
 
     run: Run

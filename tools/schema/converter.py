@@ -163,7 +163,9 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default of a key, of the config class or of the field that it becomes, or None."""
+    """Return MindFormers' default for a key of `model.model_config`: that of the model's config class, or that of the
+    field of TransformerConfig into which the key is converted; None if there is no default.
+    """
     schema = load_schema()
     model = schema.model_type(view.recipe)
     defaults = schema.models[model]["defaults"]

@@ -82,7 +82,7 @@ def fits(value: Any, kinds: list[str]) -> bool:
 
 
 def say(kinds: list[str]) -> str:
-    """Return kinds of YAML values, such as ``["int", "null"]``, in words."""
+    """Return kinds of YAML values, such as ``["int", "null"]``, in words for messages."""
     return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
 
 
@@ -100,7 +100,9 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A `Shape` describes what is allowed at a place of a recipe: a value, a mapping (also typed), or a list."""
+    """A `Shape` describes what is allowed at one key of a recipe: a value, a mapping (whose keys may depend on its
+    `type`), or a list.
+    """
 
     spec: Spec = field(default_factory=dict)
     keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
@@ -124,11 +126,13 @@ class Schema:
         self._shapes: dict[str, Shape] = {}
 
     def line(self, rule: str) -> str:
-        """Return the MindFormers line of a rule, such as ``mindformers/...py:123``; "" for no rule."""
+        """Return the line of MindFormers' sources on which a rule of `tc3 check` is based, such as
+        ``mindformers/...py:123``; "" without a rule.
+        """
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's `model_type`, or TeleChat3-MoE's for one that MindFormers does not know."""
+        """Return the recipe's `model_type`, or that of TeleChat3-MoE if MindFormers does not know the recipe's type."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -348,7 +352,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """Return the schema of one place; `name` is the key of the place."""
+        """Return the JSON schema of what is allowed at one key of a recipe; `name` is the key."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name

@@ -45,7 +45,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return in sorted order the items of `names` that no file reads as an attribute or contains as a string."""
+    """Return those `names`, sorted, that no Python file in `files` reads as an attribute or contains as a string."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -88,7 +88,9 @@ _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "Fi
 
 
 def registered(registry: str, site: Path) -> dict[str, Any]:
-    """Return the arguments of MindFormers' classes in a registry, and of MindSpore's for loss scaling."""
+    """Return the arguments of each class that MindFormers has registered in `registry`, including MindSpore's classes
+    for loss scaling.
+    """
     from mindformers.tools.register import MindFormerRegister
 
     found = {}
@@ -221,8 +223,8 @@ def _ties(config_class: Any) -> bool:
 
 def fixed_fields(texts: list[str]) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a training model does not read, each with the value that the model
-    has instead. A model that builds all its layers by one `get_gpt_layer_local_spec` has no pattern of layers, and has
-    experts, latent attention and MTP layers only if it passes their settings to this function.
+    has instead. A model that builds all layers by a single call of `get_gpt_layer_local_spec` cannot mix kinds of
+    layers, and has experts, latent attention and MTP layers only if it passes their settings to this function.
     """
     calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     given: dict[str, dict[str, ast.expr]] = {}
@@ -254,7 +256,9 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Return TransformerConfig's fields, those that nothing reads, keys not reported, registered models."""
+    """Return facts about MindFormers' TransformerConfig: its fields, the fields that no code reads, the keys whose
+    absence MindFormers does not report, and the registered models.
+    """
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister

@@ -1,5 +1,5 @@
 """This module computes from `offset` the number of layers that each pipeline stage holds. The module also checks the
-recompute settings, which have the same shape.
+recompute settings, which have the same shape as `offset`.
 
 In MindFormers, the number of layers of chunk v on stage p is num_layers // (stages * chunks) + offset[v][p].
 """
@@ -58,7 +58,9 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss: the last of the last stage, or the first of the first stage."""
+    """Return a rank that computes the loss: the last rank of the last stage or, if the schedule ends on the first
+    stage, the first rank.
+    """
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
 
@@ -102,7 +104,9 @@ def check_recompute(view: View, total: int, found: Findings) -> None:
 
 
 def excludes(value: Any) -> bool:
-    """Return whether a value of a key of `EXCLUDE` keeps operators of at least one layer out of recomputation."""
+    """Return whether the value of a key such as `select_recompute_exclude` keeps operators of at least one layer out of
+    recomputation.
+    """
     if isinstance(value, dict):
         return any(map(_of_layers, value.values()))
     return bool(value) and _has_patterns(value)
@@ -137,8 +141,8 @@ def _same_operators(pattern: str, other: str) -> bool:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host. If activations are swapped, the settings of `RECOMPUTE` name
-    layers instead of counting them.
+    """Return whether activations are swapped to the host. If activations are swapped, the recompute keys name layers by
+    number instead of counting them.
 
     The key `swap` of model_config turns swapping on. MindFormers 1.9.0 reads and checks the section `swap_config`, but
     does not pass it to any model: `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs show
@@ -152,7 +156,9 @@ def _place(layers: int, stages: int, chunks: int) -> str:
 
 
 def fewer_than_chunks(layers: int, stages: int, chunks: int) -> tuple[str, str]:
-    """Return the fault of a recipe that has fewer layers than chunks on its stages, and a right value."""
+    """Return the error message for a recipe with fewer layers than pipeline chunks, and the advice how to correct
+    it.
+    """
     return f"{_place(layers, stages, chunks)} are fewer layers than chunks", "use fewer stages or chunks"
 
 

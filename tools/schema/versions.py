@@ -43,7 +43,9 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return each distribution whose installed version is not the verified one, with that version."""
+    """Return a dictionary distribution -> installed version, for the distributions whose installed version is not the
+    verified one.
+    """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
 
@@ -54,18 +56,20 @@ def words(versions: dict[str, str]) -> str:
 
 
 def going_on() -> bool:
-    """Return whether the user asked (`--unverified`) to go on with versions that are not verified."""
+    """Return whether the user allows versions that are not verified (`--unverified`)."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments with which another command goes on, too, if the user asked for it here."""
+    """Return the arguments that pass the option `--unverified` on to another command; [] if the user did not give
+    it.
+    """
     return ["--unverified"] * going_on()
 
 
 def require_verified() -> None:
-    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. If the user
-    asked to go on (`--unverified`), print a warning instead.
+    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. With
+    `--unverified`, print a warning instead.
 
     A package that is not installed is not an error of this function: the code that needs the package reports that it is
     missing.

@@ -40,7 +40,9 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """A `Funnel` holds counts of candidates; `dropped` counts dropped candidates by the first rule that they break."""
+    """A `Funnel` counts the candidate strategies of a search: all of them, and for each rule the candidates that were
+    dropped because it is the first rule that they break.
+    """
 
     total: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -56,14 +58,17 @@ class Funnel:
         return self.total - sum(self.dropped.values())
 
     def lines(self) -> list[tuple[str, int]]:
-        """Return table rows: all candidates, what each rule dropped (negative), and what is left."""
+        """Return rows for a table of the candidate strategies: the number of all, for each rule the number that it
+        dropped (negative), and the number that is left.
+        """
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
 
 
 @lru_cache(maxsize=4096)
 def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
-    """Return the number of layers of each chunk and stage, [chunks][stages]; `model.layers` must be at least stages x
-    chunks. With `turned`, odd chunks run from the last stage to the first (a V).
+    """Return a balanced distribution of the model's layers, as the number of layers of each chunk and stage,
+    [chunks][stages]; the model must have at least stages x chunks layers. With `turned`, odd chunks run from the last
+    stage to the first (a V).
 
     1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer.
     2. Each other layer goes to the stage with the least load; of several such stages it goes to the last, which holds
@@ -102,7 +107,9 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """A `Candidate` is one strategy with `m` micro-batches of `mbs` samples; `WORDS` of request lists its words."""
+    """A `Candidate` is one parallel strategy of the search: the parallel degrees, `m` micro-batches of `mbs` samples,
+    the dispatch mode, the optimizer's sharding, and the recomputation.
+    """
 
     dp: int
     tp: int
@@ -134,8 +141,9 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A `Block` holds the legal candidates with one value of pp and vpp, as {column of `COLUMNS`: [rows] integers};
-    each row is combined with every value of `recompute`.
+    """A `Block` holds all legal candidate strategies with the same pp and vpp as a table: a column [rows] of integers
+    for each other degree or choice. Each row of the table stands for one candidate for each kind of recomputation in
+    `recompute`.
     """
 
     pp: int
@@ -151,7 +159,7 @@ class Block:
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
-        """Return the candidate that one row of the block describes."""
+        """Return the candidate strategy that one row of the block describes, with the given recomputation."""
         values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
         values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
         return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)
@@ -172,7 +180,9 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """Return all legal candidates, a block for each pp and vpp; `funnel` counts those that are not legal."""
+    """Return all legal candidate strategies, as one block for each pair of pp and vpp; `funnel` counts the candidates
+    that are not legal.
+    """
     model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
@@ -206,12 +216,16 @@ class _Axes:
         self.shape = tuple(len(values) for values in self.values.values())
 
     def along(self, name: str) -> np.ndarray:
-        """Return the values of an axis in a shape that broadcasts along this axis."""
+        """Return the values of a named axis (such as ep), in a shape with which NumPy broadcasts them along this axis
+        of the candidates' array.
+        """
         place = list(self.values).index(name)
         return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
 
     def survivors(self, request: Request, funnel: Funnel) -> np.ndarray | None:
-        """Return a mask of `shape` for the candidates of a mesh; None if no candidate is left."""
+        """Return which candidates of this mesh (dp, tp, pp, cp) satisfy all rules, as a bool array over the other axes;
+        None if no candidate does.
+        """
         size = int(np.prod(self.shape))
         funnel.total += size
         for reason, kept in mesh_rules(request, self.mesh):
@@ -306,7 +320,7 @@ class _Axes:
             yield f"--limit {limit.text}", limit.keeps(numbers)
 
     def columns(self, alive: np.ndarray, batch: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield (vpp, columns) of the remaining candidates; recomputation is the same for all rows."""
+        """Yield for each vpp the remaining candidates as a table, in the form (vpp, columns)."""
         rows = alive.any(axis=-1)
         for index, vpp in enumerate(self.values["vpp"]):
             ep, mbs, mode, shard = np.nonzero(rows[index])
@@ -376,7 +390,9 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """Return the candidate closest to a run: its degrees, and its recomputation if that is uniform."""
+    """Return the candidate strategy closest to a run: the run's parallel degrees, and its recomputation if all layers
+    recompute in the same way.
+    """
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
     used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]

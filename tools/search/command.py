@@ -39,7 +39,7 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """An `OfGroup` is the class of a command that prints its command group's help, which the group writes."""
+    """An `OfGroup` is a click command that prints the help of its command group instead of its own."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the same help as the command's group."""

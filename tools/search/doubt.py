@@ -33,7 +33,7 @@ _DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
 
 @dataclass(frozen=True)
 class Term:
-    """A `Term` is one summand of the predicted step time, such as matmul, with its uncertainty."""
+    """A `Term` is one part of the predicted step time, such as matmul, with its uncertainty."""
 
     name: str  # in a few words
     keys: tuple[str, ...]  # of `Efficiency`, or a link of the hardware, all off by the same factor
@@ -58,7 +58,7 @@ TERMS = (
 
 
 def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
-    """Return the model with a term's efficiencies, bandwidths or seconds multiplied by `factor`."""
+    """Return the time model with the efficiencies, bandwidths or seconds of one term multiplied by `factor`."""
     reached, hardware = model.reached, model.hardware
     for key in term.keys:
         if hasattr(reached, key):
@@ -70,7 +70,9 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return by how much ln(step seconds) changes with each term's usual deviation, [configs, TERMS]."""
+    """Return how sensitive the step time of each layout is to each term: the change of ln(seconds) if the term is off
+    by its usual deviation, [configs, TERMS].
+    """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
         up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))
@@ -80,7 +82,9 @@ def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
 
 
 def scaled(slope: np.ndarray, error: float) -> np.ndarray:
-    """Return `slopes` multiplied by one factor, chosen so that step times vary by `error` on average."""
+    """Return the sensitivities `slope` [configs, TERMS] multiplied by one factor, so that the step times of layouts
+    vary by `error` on average, as predictions do.
+    """
     wanted = _DEVIATION * error
     varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
     return slope * (wanted / varies) if varies else slope
@@ -173,7 +177,9 @@ class Doubt:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the probabilities and experiments as values for `--json`."""
+        """Return the probability of each layout to be the fastest, and the proposed experiment, as a dictionary for
+        `--json`.
+        """
         one = self.experiment
         told = one and {"term": one.term.name, "what": one.term.experiment, "devices": one.devices, "right": one.right}
         return {
@@ -201,7 +207,7 @@ def doubt(
     devices: Sequence[int] = (),
     whole: bool = False,
 ) -> Doubt:
-    """Return how certain it is that the first layout is the fastest.
+    """Return the probability that the first layout is the fastest, given the predicted step times and their errors.
 
     Args:
         seconds: the predicted seconds of each layout.
@@ -243,8 +249,9 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """Return how certain it is that the first layout is the fastest; None without a result. The recipe's own layout is
-    included if it has the requested devices and batch, and fits into memory.
+    """Return the probability that the first layout of a search is the fastest, given the errors of predicted step
+    times; None if the search found no layout. The recipe's own layout is included if it has the requested devices and
+    batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:
@@ -274,7 +281,8 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 
 def least_devices(config: Configuration) -> int:
-    """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need.
-    MindFormers distributes experts over the data- and tensor-parallel ranks, and not over the context-parallel ranks.
+    """Return the smallest number of devices on which a layout can run a step: one pipeline with only as many
+    data-parallel ranks as its expert-parallel groups need. MindFormers distributes experts over the data- and
+    tensor-parallel ranks, and not over the context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

@@ -57,7 +57,7 @@ class Effort(click.ParamType):
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the units of work that the option's text asks for.
+        """Return the number of units of work that the text of the option names.
 
         Raises:
             click.BadParameter: the value is neither a known word nor a number in range.
@@ -87,7 +87,9 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units of work, or else the default, but at most about `seconds` seconds of it."""
+    """Return the requested units of work; if none were requested, return the default, but at most as many units as take
+    about `seconds` seconds.
+    """
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 
@@ -121,7 +123,9 @@ class RecipeOrCommand(click.Group):
         return "", self.of_recipe, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does, but pass options that are not the group's to the command for recipes."""
+        """Parse the arguments as click does, but pass options that the group does not have on to the command for
+        recipes.
+        """
         if not args:
             raise click.UsageError(
                 f"give a RECIPE.yaml, or one of the commands that `{ctx.command_path} --help` lists", ctx
@@ -130,12 +134,12 @@ class RecipeOrCommand(click.Group):
         return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both forms of the command line in the help: with a recipe, and with a command."""
+        """Write the usage lines of both forms of the command line into the help: with a recipe, and with a command."""
         formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help of the group: that of the command for recipes, then the list of commands."""
+        """Write the help of the group: first the help of the command for recipes, then the list of all commands."""
         self.format_usage(ctx, formatter)
         recipe = click.Context(self.of_recipe, parent=ctx, info_name="")
         self.of_recipe.format_help_text(recipe, formatter)
@@ -160,13 +164,17 @@ class SpaceProgress(Progressing):
         super().__init__("looking at every mesh of the devices")
 
     def tell(self, phase: str, done: int, of: int, best: float) -> None:
-        """Show a phase's progress, and the best layout's step time in seconds (infinite: none yet)."""
+        """Show the progress of a phase, and the step time in seconds of the best layout so far (infinite if there is
+        none).
+        """
         found = f", best step {best:.2f} s" if math.isfinite(best) else ""
         self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
 
 
 class PlanProgress(Progressing):
-    """A `PlanProgress` shows the progress of the pipeline optimiser: the best plan, and its gap to the bound."""
+    """A `PlanProgress` shows the progress of the pipeline optimiser: the step time of the best plan, and how far this
+    time is above the lower bound.
+    """
 
     def __init__(self, budget: Budget):
         super().__init__("looking for a first plan", budget.effort)

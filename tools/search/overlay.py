@@ -96,8 +96,8 @@ _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_siz
 
 @dataclass(frozen=True)
 class Site:
-    """A `Site` describes the cluster for which the search writes a recipe: devices of a node, hardware description and,
-    if the user changed it, the memory limit of a device.
+    """A `Site` describes the cluster for which the search writes a recipe: the number of devices of a node, the
+    hardware file and, if the user changed it, the memory limit of a device.
     """
 
     node: int  # devices
@@ -106,15 +106,17 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether `plugins.hierarchical_ep` can dispatch: EP groups of several ranks cover whole nodes."""
+    """Return whether a recipe with `plugins.hierarchical_ep` can keep it: EP groups must have several ranks, and must
+    cover whole nodes or divide a node evenly.
+    """
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys of a recipe that must change so that `config` runs on `site`. Some dispatchers depend on the
-    number of devices of a node. If the size of the memory pool equals the old memory limit, it changes together with
-    the limit.
+    """Return the keys of a recipe that must change so that `config` runs on the cluster `site`, such as the number of
+    devices of a node for dispatchers that depend on it. If the size of the memory pool equals the old memory limit, it
+    changes together with the limit.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -182,8 +184,8 @@ _CHUNKS = (*MODEL, "pp_interleave_num")
 
 
 def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
-    """Return the keys, nested, that a child recipe (a file with `recipe` as its base) needs to run `config`; return {}
-    if `recipe` already runs it.
+    """Return the nested keys of a child recipe (a file with `recipe` as its base) that runs `config`; return {} if
+    `recipe` already runs `config`.
 
     Raises:
         RecipeError: the recipe is not for several devices, or MindFormers has no key for a setting of `config`.
@@ -228,7 +230,9 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on `site` or its own cluster; raises `overlay`'s errors."""
+    """Return a copy of `recipe` that runs `config` on the cluster `site`, by default on the recipe's own cluster. The
+    function raises the errors of `overlay`.
+    """
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):
@@ -345,8 +349,8 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 def left_off(recipe: Recipe, config: Configuration) -> list[str]:
     """Return a list with one line of text if a child recipe for `config` does not move experts only because `recipe`
-    has no expert parallelism; otherwise return an empty list. An earlier search that wrote `recipe` may have switched
-    the moving of experts off (`_idle_plugins`), and the earlier setting is unknown.
+    has no expert parallelism; otherwise return an empty list. An earlier search may have switched off the moving of
+    experts when it wrote `recipe`, and the setting before that is unknown.
     """
     view = View(recipe)
     balance, _ = Settings.look(view.get(_MOVES))

@@ -55,7 +55,9 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the table of layouts: the best ones, the recipe's mesh placed anew, the recipe itself."""
+    """Return the rows of the table of layouts: the best layouts, the recipe's parallel degrees with layers placed anew,
+    and the recipe itself.
+    """
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
         mesh = cells("mesh", found.own_mesh, found.request)
@@ -70,7 +72,9 @@ _SHOWN = 12  # pairs of pp and vpp
 
 
 def stage_rows(found: Found) -> list[list[str]]:
-    """Return the best layout of each number of stages and chunks, the fastest first, at most `_SHOWN`."""
+    """Return table rows with the best layout for each pair of numbers of stages and chunks, the fastest first, at most
+    `_SHOWN` rows.
+    """
     dropped = {id(entry.config) for entry, _ in found.failed}
     return [
         [
@@ -85,7 +89,7 @@ def stage_rows(found: Found) -> list[list[str]]:
 
 
 def more_stages(found: Found) -> list[str]:
-    """Return a line for the pairs of pp and vpp that `stage_rows` leaves out."""
+    """Return a line about the pairs of pp and vpp that the table of `stage_rows` leaves out."""
     rest = found.stages[_SHOWN:]
     if not rest:
         return []
@@ -95,7 +99,9 @@ def more_stages(found: Found) -> list[str]:
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return why the first layout is before the second and the recipe's own, and how certain that is."""
+    """Return lines that say why the first layout is better than the second one and than the recipe's own layout, and
+    how certain this is.
+    """
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
@@ -125,7 +131,9 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """Return for how many candidates layers were placed, and what the bounds prove about all others."""
+    """Return a sentence about the number of candidates whose layers were placed, and about what the lower bounds prove
+    for all other candidates.
+    """
     fastest = min([*found.entries, *(entry for entry, _ in found.failed)], key=lambda entry: entry.seconds)
     best, whose = fastest.seconds, "the best one's"
     if all(entry is not fastest for entry in found.entries):
@@ -148,7 +156,9 @@ def placed_words(found: Found) -> str:
 
 
 def under_words(found: Found) -> list[str]:
-    """Return lines about the results of the second search, which assumes the mean of the loads in every layer."""
+    """Return lines about the results of the second search, which assumes the mean unevenness of the loads in every
+    layer.
+    """
     if found.under is None:
         return []
     words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
@@ -196,7 +206,7 @@ def memory_words(request: Request) -> list[str]:
 
 
 def assumptions(found: Found, times: TimeModel) -> list[str]:
-    """Return lines that list the data and the assumptions behind the results."""
+    """Return lines that list the data and the assumptions behind the results of a search."""
     request, hardware = found.request, times.hardware
     known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
@@ -229,7 +239,9 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the overlay file: what it holds, and of which recipe."""
+    """Return the comment for the head of the child recipe that a search writes: its layout with the predictions, and
+    the recipe from which it comes.
+    """
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -342,7 +354,7 @@ _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
 def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
-    """Print the table of schedules, and the cost of swapping for the layout `first`."""
+    """Print the table of pipeline schedules, and the cost of swapping activations for the layout `first`."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
     console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
     for line in swap_words(first.config, times):
@@ -350,7 +362,7 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """Return `write_overlay`'s arguments for the fastest layout that a recipe can ask for."""
+    """Return the arguments of `write_overlay` for the fastest layout whose pipeline schedule a recipe can use."""
     one = others.writable(found.uneven)
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)
@@ -360,7 +372,9 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
 
 
 def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
-    """Return a row for each schedule's best layout by time; `first` is that of 1F1B, interleaved or not."""
+    """Return a table row for the best layout of each pipeline schedule, the fastest first; `first` is the best layout
+    of (interleaved) 1F1B.
+    """
     own = Scheduled(first.config.schedule, first, "")
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [

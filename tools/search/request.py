@@ -120,7 +120,9 @@ def read_limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class Request:
-    """A `Request` describes the strategies for which one run of `tc3 search` looks."""
+    """A `Request` holds what one run of `tc3 search` searches for: the recipe's run, the cluster, the devices, the
+    batch, and the limits on strategies.
+    """
 
     base: Configuration  # the recipe's own run; its degrees, layers, batch, recomputation, sharding are searched for
     hardware: Hardware
@@ -162,11 +164,13 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the cluster in the form in which overlays describe it."""
+        """Return the cluster as a `Site`, the form that functions which write child recipes need."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
-        """Return the fullest device's load over the mean, in an expert-parallel group of `ep` devices."""
+        """Return the assumed ratio of the fullest device's load to the mean load in an expert-parallel group of `ep`
+        devices.
+        """
         return dict(self.skews).get(ep, self.base.skew)
 
     @property
@@ -220,7 +224,8 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """Return the same request, in which layers may also recompute groups of operators, with or without swapping.
+    """Return the request; with `groups`, the layers of its strategies may also recompute groups of operators (such as
+    attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
 
     Raises:
         RecipeError: the activation bytes of groups are unknown, the recipe lists layers by number, or the link to the
@@ -243,6 +248,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return a cluster as recipes name it: a hardware file of this repository, or another file's path."""
+    """Return the name by which recipes refer to a cluster: that of a hardware file of this repository, or the absolute
+    path of another file.
+    """
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

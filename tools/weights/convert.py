@@ -40,8 +40,8 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """Return a function that writes one file (shard) of a conversion into `folder`. Each worker process builds this
-    function once.
+    """Return a function that writes one file (shard) of a conversion into `folder`. Each worker process calls `writer`
+    once.
 
     Args:
         known: the CRC-32 of the bits of each Hugging Face tensor by name, if the source lists it.

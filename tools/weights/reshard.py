@@ -34,7 +34,8 @@ from tools.weights.source import Source, refuse_target, require_room
 
 @dataclass(frozen=True)
 class Piece:
-    """A `Piece` is a box of elements that is copied from a slice of the old layout to a slice of the new layout.
+    """A `Piece` is a rectangular block of a tensor's elements that is copied from a slice of the old layout to a slice
+    of the new layout.
 
     Args:
         place: the number of the old slice, counted in row-major order.
@@ -138,7 +139,7 @@ class Written:
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
     """Return a function that writes the file of one rank with one kind of tensors (weights or optimizer state) into
-    `folder`. Each worker process builds this function once.
+    `folder`. Each worker process calls `writer` once.
     """
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 

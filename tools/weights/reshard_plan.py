@@ -98,8 +98,8 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Return the number of bytes of all tensors in `moves`. A resharding reads and writes each of their elements
-        once.
+        """Return the number of bytes of all tensors in `moves`. Each element of a resharded tensor is read once and
+        written once.
         """
         return sum(move.part_bytes * len(move.writers) for move in self.moves)
 
@@ -133,8 +133,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return for each tensor the rank that writes each slice of the new layout. Of the ranks that hold a slice, this is
-    the rank that has the fewest bytes to write so far.
+    """Return for each tensor the rank that writes each slice of the new layout. Of the ranks that hold a slice, the
+    rank that has the fewest bytes to write so far is chosen.
     """
     load = np.zeros(world, np.int64)
     found = []

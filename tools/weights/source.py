@@ -33,8 +33,8 @@ Form = Literal["MindFormers", "Hugging Face", "one file"]
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` holds the headers of weights in any of these forms, and reads the values of the weights tensor by
-    tensor.
+    """A `Source` holds the headers of stored weights (a checkpoint of a run, a Hugging Face folder or one safetensors
+    file), and reads their values tensor by tensor.
 
     Args:
         path: the path as the user gave it. form: how the weights are stored.

@@ -147,7 +147,7 @@ def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
 
 
 class Counter:
-    """A `Counter` collects a `Distribution` chunk by chunk."""
+    """A `Counter` counts values that arrive in chunks, and returns their `Distribution`."""
 
     def __init__(self) -> None:
         self._short = np.zeros(_COUNTED, np.int64)
@@ -196,7 +196,7 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """A `Result` says how a corpus loads the devices of a recipe that masks documents from each other.
+    """A `Result` holds how evenly a corpus loads the devices of a recipe whose documents do not attend to each other.
 
     Args:
         dataset: the number of samples in the dataset. epochs: the number of passes over the corpus that the dataset
@@ -214,7 +214,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """An `Imbalance` holds the result for one corpus and one recipe.
+    """An `Imbalance` holds how evenly the documents of one corpus load the devices of one recipe, and the predicted
+    seconds of a step.
 
     Args:
         equal: the reason why every sample costs the same, in which case `result` is None; "" if the costs of samples
@@ -241,8 +242,8 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the speed-up by the plugin: the seconds of a step, or of its computation, divided by the seconds with
-        the plugin.
+        """Return the speed-up by `plugins/attention_balance`: the seconds of a step, or of its computation, without the
+        plugin divided by those with the plugin.
         """
         if self.result is None:
             return None

@@ -83,7 +83,8 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Return the setting of a recipe, as if PREFIX were its only corpus.
+    """Return the values of a recipe that determine how evenly its data load the devices, as if the corpus
+    PREFIX.bin/.idx were its only corpus.
 
     Args:
         window: the number of consecutive global batches among which the plan may exchange samples; None for the value
@@ -223,8 +224,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds the results for the examined steps. Each pair of values consists of the value without and the
-    value with the plan of `plugins/attention_balance`.
+    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. Each pair of values is (value
+    without the plan of `plugins/attention_balance`, value with the plan).
 
     Args:
         numbers: the numbers of the examined steps, int64 [steps].

@@ -1,5 +1,5 @@
-"""This module counts the activations that a layer keeps for its backward pass, under every recompute option. All sizes
-are bytes of one micro-batch on one device.
+"""This module counts the bytes of activations that a layer keeps for its backward pass, for each recompute option. All
+sizes are bytes of one micro-batch on one device.
 
 Activations are counted tensor by tensor, as by Korthikanti et al. (arXiv 2205.05198). For a model without gated MLPs,
 with dropout and with unfused attention, the sum equals their formula s b h (10 / t + 24 / t + 5 a s / (h t)) with
@@ -46,7 +46,9 @@ from tools.model import Weight, weights
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Return the bytes of Transformer Engine's spare gradients; weights of one shape share one of them."""
+    """Return the bytes of the spare gradient buffers of Transformer Engine, which has one such buffer for all weights
+    of the same shape.
+    """
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -54,7 +56,7 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
 
 
 def megatron_layer_pass(config: Configuration, kind: str) -> float:
-    """Return the largest number of bytes of gradients at one moment of a layer's backward pass, in Megatron."""
+    """Return the peak of the bytes of gradients during the backward pass of a layer in Megatron."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     gates = 2 if model.gated else 1
@@ -69,7 +71,9 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes of Megatron's loss: logits, the output layer's input, gathered again, its gradient."""
+    """Return the bytes that the loss needs in Megatron: the logits, the input of the output layer, which is gathered
+    again, and the gradient of this input.
+    """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -108,7 +112,9 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return the bytes that a layer keeps for its backward pass, by `MODULES` of `training_graph`."""
+    """Return a dictionary module (such as attention) -> bytes of activations that a layer keeps there for its backward
+    pass.
+    """
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -196,9 +202,10 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return two sizes of communication buffers in bytes: the size for a gathered activation, and the size for the
-    token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
-    gathered and the scattered tensor exist at the same time, unless the collective is part of the matmul.
+    """Return the bytes of a layer's communication buffers: for an activation that tensor parallelism gathers, and for
+    the token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
+    output of a tensor-parallel AllGather and the input of a ReduceScatter exist at the same time, unless the
+    collectives are part of the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
@@ -216,14 +223,16 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
-    """Return the largest number of bytes that one pass of a chunk needs, for a layer or for the loss, in addition to
-    the tensors that are kept for the backward pass; `layers` are pairs of kind and recompute option.
+    """Return the peak of the bytes that a pass through a chunk needs in addition to the tensors that are kept for the
+    backward pass. The argument `layers` holds a pair (kind, recompute option) for each layer of the chunk.
     """
     return fullest_pass(config, layers)[1]
 
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
-    """Return the part of a pass (a kind of layer, the loss) with the most working memory, and its bytes."""
+    """Return the part of a chunk (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
+    activations, and these bytes.
+    """
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)
     for kind, option in pairs:

@@ -42,8 +42,8 @@ class Change:
 
 
 def single_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return each possible change that reduces the memory of the fullest stage; as few layers recompute as `limit`
-    (bytes of a stage) allows.
+    """Return each single change of a run that reduces the memory of the fullest stage. A change that adds recomputation
+    recomputes only as many layers as are needed to stay below `limit` bytes.
     """
     now, found = peak_memory(config), []
     for name, apply in _moves(config):
@@ -57,7 +57,9 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return the pairs of changes in which the second change frees memory in addition to the first change."""
+    """Return the pairs of changes of a run that together need less memory on the fullest stage than each of the two
+    changes by itself.
+    """
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
         if name.split(" ")[0] == other.split(" ")[0]:
@@ -158,9 +160,9 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
-    """Recompute only as many whole layers of each stage (the first of each chunk) as are needed to fit; return None if
-    no layer or every layer would be recomputed. Layers are added to the chunks in turn, beginning with the chunk that
-    has the most micro-batches in flight.
+    """Return the run with only as many wholly recomputed layers on each stage (the first layers of each chunk) as the
+    memory limit requires; return None if no layer or every layer would be recomputed. Layers are added to the chunks in
+    turn, beginning with the chunk that has the most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now
@@ -190,7 +192,9 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table for the new layers: still all layers if it was, and no more than there are."""
+        """Return a recompute table [chunks][stages] adapted to the new numbers of layers: all layers if all were
+        recomputed before, otherwise at most the layers that exist.
+        """
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -212,7 +216,9 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return in one line which single changes make the run fit by the model, and what others would leave."""
+    """Return one line that names the single changes with which the run fits according to the memory model, and the
+    memory that other changes would leave.
+    """
     try:
         require_known(recipe)
         own, room = from_recipe(recipe), limit * (1 - known_errors().margin)

@@ -1,4 +1,4 @@
-"""This module counts the memory of the fullest device of a stage under uneven loads (`tools.estimate.loads`).
+"""This module counts the memory of the fullest device of a pipeline stage if the router loads the devices unevenly.
 
 A device that receives more tokens keeps more rows for its backward pass, and needs more working memory and larger
 receive buffers. These three parts of a device's memory grow in proportion to the device's load in each layer. The
@@ -76,8 +76,8 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return the bytes [steps] that the fullest device of a stage needs at each step's peak; `shares` are those of
-    `Loads`.
+    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step. The argument `shares`
+    holds the loads of the devices, divided by their mean.
     """
     memory, held, chunks = _even(config, stage)
     grown = _grown(config, stage)
@@ -109,15 +109,17 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest max/mean of any router: a token has at most one copy for each expert of a device."""
+    """Return the largest max/mean (the fullest device's load over the mean load) that any router can cause: a token has
+    at most one copy for each expert of a device.
+    """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
 
 
 @dataclass(frozen=True)
 class Even:
-    """An `Even` holds the bytes of a stage's device at even loads, as a compile has counted them: the total, and the
-    least and the most that are possible, given the known error.
+    """An `Even` holds the bytes that a compile has counted for a device of a stage at even loads: the total, and the
+    smallest and the largest total that the known error allows.
     """
 
     stage: int
@@ -127,7 +129,9 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """A `Needs` holds the fullest device's least possible, expected and most possible bytes of each step [steps]."""
+    """A `Needs` holds for each step the smallest possible, the expected and the largest possible number of bytes on the
+    fullest device, each [steps].
+    """
 
     least: np.ndarray
     total: np.ndarray
@@ -135,9 +139,9 @@ class Needs(NamedTuple):
 
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
-    """Return the memory of a stage under the loads `shares`, as in `peaks`. With `even`, which a compile has counted,
-    only the bytes that the loads add are modelled, with the error of modelled memory. Without a compile all bytes are
-    modelled, and the limit has a margin for the error (`Room`).
+    """Return the memory of a stage under the given loads of the devices. If a compile has counted the bytes at even
+    loads (`even`), the memory model computes only the additional bytes of uneven loads. If no compile has counted
+    bytes, the model computes all bytes, and the limit is reduced by a margin for the model's error.
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -147,9 +151,9 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
 
 
 def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
-    """Return the largest max/mean, assumed in every layer and micro-batch, at which a stage surely needs at most
-    `limit` bytes. The ratio is 0 if the stage does not surely fit at even loads, and `most_possible` if it fits
-    whatever the router does.
+    """Return the largest max/mean (the fullest device's load over the mean load, the same in every layer and
+    micro-batch) at which a stage surely needs at most `limit` bytes. The result is 0 if it is not sure that the stage
+    fits at even loads, and `most_possible` if the stage fits for every routing.
     """
 
     def taken(ratio: float) -> float:
@@ -168,7 +172,9 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 
 @dataclass(frozen=True)
 class Judged:
-    """A `Judged` says how a run fits under uneven loads."""
+    """A `Judged` holds whether a run fits into memory at even loads, up to which unevenness it fits, and which steps of
+    the given loads fit.
+    """
 
     fits: bool  # at even loads, surely, given the model's known error
     up_to: float  # the largest max/mean in every layer with which the run surely fits; 0 if it does not at even loads
@@ -181,17 +187,19 @@ class Judged:
 
     @property
     def total(self) -> np.ndarray:
-        """Return the expected bytes of the fullest device, [steps, stages]."""
+        """Return the expected bytes of the fullest device of each stage in each step of the loads, [steps, stages]."""
         return np.stack([one.total for one in self.needs], axis=1)
 
     @property
     def over(self) -> np.ndarray:
-        """Return for each step whether the step needs more memory than the limit."""
+        """Return for each step of the loads whether it surely needs more memory than the limit, as bool [steps]."""
         return np.max([one.least for one in self.needs], axis=0) > self.room.cap
 
     @property
     def open(self) -> np.ndarray:
-        """Return for each step whether the model's known error leaves open whether the step fits the limit."""
+        """Return for each step of the loads whether the known error of the memory model leaves open whether the step
+        fits, as bool [steps].
+        """
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
@@ -201,7 +209,9 @@ class Judged:
 
     @property
     def lines(self) -> list[str]:
-        """Return up to which max/mean the run fits, and how many steps of the loads do not, in sentences."""
+        """Return sentences that say up to which max/mean (the fullest device's load over the mean load) the run fits,
+        and how many steps of the given loads do not fit.
+        """
         if not self.fits:
             found = ["loads: it does not surely fit at even loads, and uneven loads need more"]
         elif self.up_to >= self.most:
@@ -234,7 +244,9 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdicts for `--json`: `steps` counts them, `stages` has each stage's fullest step."""
+        """Return the result for `--json`: up to which load the run fits, how many steps do not fit, and for each stage
+        the step that needs the most memory.
+        """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
         if self.loads is None:
             return found
@@ -253,9 +265,9 @@ def _floor(ratio: float, digits: int = 2) -> float:
 
 
 def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
-    """Return whether a run with experts fits at even loads, up to which max/mean it fits, and how it fits under
-    `loads`. If a compile has counted bytes of some stages, only these stages are judged; otherwise the memory of all
-    stages is modelled.
+    """Return whether a run with experts fits into memory at even loads, up to which max/mean (the fullest device's load
+    over the mean load) it fits, and which steps of `loads` fit. If a compile has counted bytes of some stages, only
+    these stages are judged; otherwise the memory of all stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

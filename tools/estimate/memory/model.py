@@ -1,5 +1,5 @@
 """This module counts the memory of one device of each pipeline stage: weights, gradients, optimizer state, the
-activations that the schedule keeps, and buffers.
+activations that the pipeline schedule keeps, and communication buffers.
 
 Weights are kept in fp32 with two Adam moments; a sharded optimizer shards weights and moments over the ranks that hold
 copies. Gradients are accumulated in fp32, and the passes compute with a copy of the weights in the compute dtype.
@@ -58,31 +58,35 @@ class StageMemory:
 
     @property
     def in_passes(self) -> float:
-        """Return the bytes at the fullest moment of the forward and backward passes."""
+        """Return the peak of the bytes during the forward and backward passes of a step."""
         return self.static + self.activations + self.working + self.buffers
 
     @property
     def in_update(self) -> float:
-        """Return the bytes at the fullest moment of clipping and the optimizer."""
+        """Return the peak of the bytes during gradient clipping and the optimizer's update."""
         return self.weights + self.state + self.accumulated + self.update + self.buffers
 
     @property
     def peak(self) -> float:
-        """Return the bytes of the stage's device at the fullest moment of a step."""
+        """Return the peak of the bytes on a device of the stage during a step."""
         return max(self.in_passes, self.in_update)
 
     def as_json(self) -> dict[str, float]:
-        """Return the bytes of each part, and those of the fullest moment of a step under the key "peak"."""
+        """Return the bytes of each part of the memory, and under the key "peak" the peak of the bytes during a step."""
         return asdict(self) | {"peak": self.peak}
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights of a stage; the last one may also hold the embedding, for MTP or a tied head."""
+    """Return the weights of a pipeline stage; those of the last stage include the embedding if the model has MTP layers
+    or a tied head.
+    """
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
 
 def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int]]:
-    """Return the weights of `stage_weights`, each with the number of layers of its kind on the stage."""
+    """Return each weight of a stage's layers once for each kind of layer, with the number of layers of this kind on the
+    stage.
+    """
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
@@ -96,7 +100,9 @@ def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int
 
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
-    """Return the bytes of (weights, state, accumulated, gathered) on one device of a stage."""
+    """Return the bytes on one device of a stage as (weights, optimizer state, accumulated gradients, gathered
+    weights).
+    """
     rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
@@ -104,8 +110,9 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def update_memory(config: Configuration, stage: int) -> float:
-    """Return the bytes that one device of a stage needs after the last pass for clipping and the optimizer
-    (`updating`); 0 without accumulation, and for software other than MindFormers, which scales gradients in place.
+    """Return the bytes that clipping and the optimizer need on one device of a stage after the last pass, in addition
+    to weights, state and accumulated gradients. The result is 0 if gradients are not accumulated, and for software
+    other than MindFormers, because such software scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -120,8 +127,8 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def updating(gradients: Iterable[tuple[float, float]]) -> float:
-    """Return the bytes that a device needs after the last pass, in addition to weights, optimizer state and accumulated
-    gradients.
+    """Return the bytes that a device needs for clipping and the optimizer, in addition to weights, optimizer state and
+    accumulated gradients.
 
     MindFormers (wrapper.py, `shard_grad_scale` and `grad_scale`) divides each accumulated gradient by the loss scale
     into a new tensor. All of these new tensors exist at the same time, because clipping needs the norm of all gradients
@@ -136,7 +143,9 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return the bytes of `static_memory` by (part, module of `training_graph`)."""
+    """Return the bytes of weights, optimizer state and gradients on a device as a dictionary (part, module) ->
+    bytes.
+    """
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -148,7 +157,9 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 
 
 def exchanged(config: Configuration, stage: int) -> float:
-    """Return the bytes that a device needs beside the model while `plugins.expert_balance` moves its experts."""
+    """Return the bytes that a device needs in addition to the model while `plugins.expert_balance` moves experts to
+    other devices.
+    """
     slices = [
         weight.size / weight_cut(weight, config) / weight_shards(weight, config)
         for weight in stage_weights(config, stage)
@@ -158,9 +169,10 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
-    """Return the largest number of bytes that an exchange of experts needs on a device, for the tensors that it sends
-    and receives. Tensors are exchanged one by one, so the result is twice the bytes of the largest of the device's
-    `slices` (in elements, with `item` bytes each); the moments of the optimizer have four bytes for each element.
+    """Return the peak of the bytes that a device needs for the tensors that it sends and receives while experts move to
+    other devices. Tensors are exchanged one after another, so the result is twice the bytes of the largest slice of a
+    tensor on the device. The argument `slices` holds the number of elements of each slice, `item` is the number of
+    bytes of an element, and the optimizer's moments have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
@@ -233,7 +245,9 @@ def _in_turn(config: Configuration, stage: int) -> float:
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return the micro-batches in flight, [vectors, chunks], at the fullest moments of the schedule."""
+    """Return how many micro-batches of each chunk are in flight when the pipeline schedule keeps the most activations;
+    there may be several such moments, one in each row of the result [moments, chunks].
+    """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
     return stage_peaks(config.schedule, stage, config.pp, config.chunks, config.micro_batches)
@@ -245,7 +259,9 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return for each chunk module -> bytes that one micro-batch keeps there for the backward pass."""
+    """Return for each chunk of a stage a dictionary module -> bytes of activations that one micro-batch keeps there for
+    the backward pass.
+    """
     found = []
     for pairs in stage_layers(config, stage):
         own: dict[str, float] = {}
@@ -306,14 +322,18 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
-    """Return a stage's communication buffers in bytes; other software's are counted in its passes."""
+    """Return the bytes of a stage's communication buffers; 0 for software other than MindFormers, because the bytes of
+    its passes include the buffers.
+    """
     if not config.training_graph:
         return 0.0
     return max((buffers(config, kind) for kind in set(kinds) if kind in ("dense", "moe")), default=0.0)
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the pass of a stage that needs the most memory beside what is kept, and these bytes."""
+    """Return the part of a stage (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
+    activations, and these bytes.
+    """
     return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 
 

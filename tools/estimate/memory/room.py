@@ -1,5 +1,5 @@
-"""This module computes the number of bytes that a prediction may reach on a device: the limit of the recipe or of the
-device, minus a margin.
+"""This module computes the number of bytes that a predicted memory may reach on a device: the memory limit of the
+recipe or of the device, minus a margin for the error of predictions.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
@@ -43,8 +43,8 @@ FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no l
 
 
 def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
-    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT`, by the common rule of `tc3 memory`, `tc3 dryrun` and `tc3 search
-    --verify`.
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for a job that needs between `least` and `most` bytes on a device;
+    `tc3 memory`, `tc3 dryrun` and `tc3 search --verify` use this rule.
 
     Args:
         least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
@@ -57,32 +57,39 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
 
 @dataclass(frozen=True)
 class MemoryErrors:
-    """A `MemoryErrors` holds predicted memory / measured memory - 1 of published runs, by run."""
+    """A `MemoryErrors` holds the error of the predicted memory (predicted / measured - 1) of each published run."""
 
     errors: Mapping[str, float]
 
     @property
     def missed(self) -> float:
-        """Return by how much of its memory a known run exceeded its prediction at most."""
+        """Return the largest underestimate of a published run's memory, as a share of its measured memory."""
         return max(0.0, -min(self.errors.values()))
 
     @property
     def margin(self) -> float:
-        """Return the share of a memory limit that predictions must leave free. With this margin, every known run would
-        have fit; for unseen runs, the margin is based on predictions of runs whose groups the fit had left out.
+        """Return the share of a memory limit that predictions must leave free. With this margin, every published run
+        would have fit; for other runs, the margin follows from predictions of runs to which the memory model was not
+        fitted.
         """
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return how many known runs would fit if they were predicted as near to the limit."""
+        """Return the number of published runs that would fit into `limit` bytes if their predicted memory were
+        `predicted` bytes.
+        """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
-        """Return as text how many of the known runs would fit, such as ``"15 of 24"``."""
+        """Return as text, such as ``"15 of 24"``, how many of the published runs would fit into `limit` bytes if their
+        predicted memory were `predicted` bytes.
+        """
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
     def differences(self, found: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each run whose error in `found` is not the one that errors.yaml records."""
+        """Return a sentence for each run whose memory error in `found` differs from its error in the file
+        errors.yaml.
+        """
         return [
             f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
             for name, error in self.errors.items()
@@ -92,12 +99,13 @@ class MemoryErrors:
 
 @lru_cache(maxsize=1)
 def known_errors() -> MemoryErrors:
-    """Return the prediction errors of known runs that errors.yaml records."""
+    """Return the errors of the predicted memory of published runs, which the file errors.yaml holds."""
     return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as errors.yaml; the errors are rounded down so that no margin becomes smaller.
+    """Write the memory errors of published runs to a file such as errors.yaml; the errors are rounded down so that no
+    margin becomes smaller.
 
     Raises:
         DataError: the file cannot be written.
@@ -115,8 +123,8 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """A `Room` holds the bytes that a job may use on a device, their source in words, and the share that predictions
-    must leave free, because they may be too small by as much.
+    """A `Room` holds the bytes that a job may use on a device, where this limit comes from, and the share of it that a
+    predicted memory must leave free, because predictions may be too small by this share.
     """
 
     cap: float
@@ -125,7 +133,9 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """Return the bytes that a prediction may reach: the memory cap minus its margin."""
+        """Return the bytes that a predicted memory may reach: the memory limit minus the margin for the error of
+        predictions.
+        """
         return self.cap * (1 - self.margin)
 
     @property
@@ -139,7 +149,8 @@ def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
     """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
-    much memory, else the share `USABLE` of the device's memory. The margin is the estimator's known error by default.
+    much memory, else the share `USABLE` of the device's memory. By default the margin for the error of predictions is
+    the known error of the memory model.
 
     Raises:
         RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.

@@ -81,7 +81,9 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 @lru_cache(maxsize=256)
 def module_of_weight(name: str) -> str:
-    """Return the module of a weight of `tools.model`; weights whose names match no pattern belong to attention."""
+    """Return the module (such as experts) to which a weight of `tools.model` belongs; weights whose names match no
+    pattern belong to attention.
+    """
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
@@ -186,9 +188,8 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, option: str) -> float:
-    """Return the largest number of bytes that a layer's backward pass needs, in addition to the tensors that the
-    forward pass has kept for it. The returned bytes include the results of the operators that the layer's recompute
-    option runs again.
+    """Return the peak of the bytes that the backward pass of a layer needs in addition to the tensors that the forward
+    pass has kept. The returned bytes include the results of the operators that the layer's recompute option runs again.
     """
     again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item
@@ -214,7 +215,9 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the most bytes that the loss needs beside what is kept, with the gradient of MTP's logits."""
+    """Return the peak of the bytes that the loss needs in addition to kept activations; with `mtp`, the gradient of the
+    MTP layers' logits is included.
+    """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp

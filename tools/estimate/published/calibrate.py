@@ -96,13 +96,17 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the parameters as the fit changes them: shares unchanged, all others as logarithms."""
+    """Return the efficiencies as the vector that the fit changes: parameters that are shares are unchanged, and all
+    others are logarithms.
+    """
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return `values` with the parameters `names` set to `where`, which has the form of `coordinates`."""
+    """Return the efficiencies `values` in which the parameters `names` are replaced by the vector `where` of a fit,
+    which has the form of `coordinates`.
+    """
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
@@ -113,9 +117,9 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """Return the allowed range of each of the `coordinates`; no link of these clusters may be faster than its nominal
-    figure. Above the nominal figure the predicted time does not change (`DeviceTimes._speed`), so a fit that has gone
-    above this figure could not return.
+    """Return the allowed range of each parameter of a fit, in the form of `coordinates`; no link of the given clusters
+    may become faster than its nominal bandwidth. Above the nominal bandwidth the predicted time no longer changes, so a
+    fit that exceeds this bandwidth could not come back below it.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (
@@ -207,7 +211,9 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """Return the file of `cluster` (a name or file) as `name`, with efficiencies fitted to measurements of `source`."""
+    """Return the text of a hardware file called `name`: the file of `cluster` with efficiencies that were fitted to the
+    measurements of `source`.
+    """
     content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}

@@ -46,7 +46,7 @@ class Unexpressed(Exception):
 @dataclass(frozen=True)
 class Settings:
     """A `Settings` holds the settings of the software with which a publisher measured its runs;
-    `tools.estimate.configuration` explains those that a configuration has, too.
+    `tools.estimate.configuration` explains the settings that it shares with a `Configuration`.
     """
 
     masked: bool = False  # published FLOPs include the masked half of attention
@@ -81,7 +81,9 @@ _GROUPS = {
 
 
 def settings_of(group: str, cluster: str) -> Settings:
-    """Return the settings of a group, or of the software that usually runs on the cluster."""
+    """Return the software settings of a group of published measurements, or, if the group is unknown, those of the
+    software that usually runs on the cluster.
+    """
     return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
 
@@ -91,7 +93,7 @@ def _models() -> dict[str, Any]:
 
 
 def public_model(name: str) -> Model:
-    """Return the public model whose name a row states.
+    """Return the public model whose name a row of published measurements states.
 
     Raises:
         Unexpressed: models.yaml has no such model, or the model cannot be expressed.
@@ -121,7 +123,9 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
-    """Return the assumed number of samples in a micro-batch for a row that does not state this number."""
+    """Return the assumed number of samples in a micro-batch for a row of measurements that does not state this
+    number.
+    """
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -132,7 +136,9 @@ def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[
 
 
 def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
-    """Return the assumed number of chunks of a row without one: the least above 1 that divides a stage's layers."""
+    """Return the assumed number of interleaved chunks for a row of measurements that does not state it: the smallest
+    number above 1 that divides the layers of a stage.
+    """
     if pp == 1:
         return 1
     each = -(-layers // pp)
@@ -150,7 +156,9 @@ def recomputation(words: str, layers: Table, selective: str) -> Recompute:
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Read a torchtitan row: the layout ("FSDP32 TP8"), the samples of a data-parallel rank, the technique."""
+    """Return the configuration of a row of torchtitan's measurements, read from its layout ("FSDP32 TP8"), the number
+    of samples of a data-parallel rank, and the technique.
+    """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
     if unknown:
@@ -234,13 +242,17 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Return the release of the software, such as "26.04.01", from a row's id; "" if the id names no release."""
+    """Return the release of the software, such as "26.04.01", from the id of a row of measurements; "" if the id names
+    no release.
+    """
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return a Megatron-Bridge row's configuration with its recipe's settings, which `assumed` then lists."""
+    """Return the configuration of a row of Megatron-Bridge's measurements with the settings of the recipe that was
+    measured; these settings are added to the list `assumed`.
+    """
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:
@@ -289,7 +301,8 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the content of a row of a MindFormers model card as (configuration, samples of a step, assumptions).
+    """Return the content of a row of measurements from a MindFormers model card as (configuration, samples of a step,
+    assumptions).
 
     Raises:
         Unexpressed: the row's run uses LoRA, or the dimensions of its model are not known.

@@ -1,4 +1,5 @@
-"""This module reads a measurements file, and turns each row into a `Configuration`, or into the reason why it has none.
+"""This module reads a file of published measurements, and turns each row into a `Configuration`, or into the reason why
+the row cannot be expressed as one.
 
 The `config` block of a row has one of three kinds: explicit dimensions, the name of a public model (models.yaml), or
 the files that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The settings
@@ -62,7 +63,7 @@ _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
-    """Raise an error if a row has values that are not allowed in any row.
+    """Raise an error if a row of a measurements file has a value that is not allowed.
 
     Raises:
         DataError: the row has no id, a block of the wrong kind, or a text in the place of a number; the message names
@@ -150,8 +151,9 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one row of a measurements file: a measured run, or the reason why it has no configuration. `samples`
-    of a step are 0 if the row does not state them; `masked` FLOPs include the masked half of attention.
+    """A `Row` is one row of a measurements file: a measured run, or the reason why the run cannot be expressed as a
+    configuration. The number of `samples` of a step is 0 if the row does not state it; if `masked` is True, the
+    published FLOPs include the masked half of attention.
     """
 
     id: str

@@ -23,7 +23,9 @@ QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mf
 
 @dataclass(frozen=True)
 class Prediction:
-    """A `Prediction` is the prediction of one row; values that cannot be derived are None, and `reason` says why."""
+    """A `Prediction` holds the predicted values of one row of a measurements file; values that cannot be predicted are
+    None, and `reason` states the cause.
+    """
 
     row: Row
     step_time_s: float | None = None
@@ -36,7 +38,7 @@ class Prediction:
     memory_error: float | None = None  # the same of the peak memory
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prediction as the values that `--json` prints, whose form stays stable."""
+        """Return the prediction as the dictionary that `--json` prints, whose form stays stable."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
@@ -46,7 +48,9 @@ class Prediction:
 
 
 def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
-    """Predict one row; `efficiency`, if given, replaces the efficiencies of the row's device type."""
+    """Return the prediction for one row of a measurements file; `efficiency`, if given, replaces the efficiencies of
+    the row's device type.
+    """
     config = row.config
     if config is None:
         return Prediction(row, reason=row.reason)
@@ -109,7 +113,7 @@ def measured_seconds(row: Row) -> float | None:
 
 
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
-    """Return the seconds of the row's step, which were measured or are computed from the measured throughput."""
+    """Return the seconds of a row's training step, which were measured or are computed from the measured throughput."""
     measured, config = row.measured, row.config
     assert config is not None
     for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
@@ -147,8 +151,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return {"rows", "mean", "worst"} for "all" rows, for each device and for each group: the number of rows that are
-    used to `fit`, and the mean and the largest of their absolute errors.
+    """Return the number of predictions ("rows") and their "mean" and "worst" absolute error for all rows of
+    measurements, for each device and for each group; only rows to which efficiencies are fitted count.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

@@ -63,8 +63,8 @@ class Scheduled:
 
 @dataclass
 class BySchedule:
-    """A `BySchedule` holds the best layout of each requested schedule, in the order of the request; `whole` says that
-    no search was interrupted, `cut` that a deadline ended a search.
+    """A `BySchedule` holds the best layout of each requested pipeline schedule, in the order of the request. The field
+    `whole` is False if a search was interrupted, and `cut` is True if a deadline ended a search.
     """
 
     every: list[Scheduled] = field(default_factory=list)
@@ -72,8 +72,8 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest layout among the schedules that a recipe can use; if layouts were ranked under `uneven`
-        loads, the first one in that order.
+        """Return the fastest layout among the pipeline schedules that a recipe can use; if layouts were ranked under
+        uneven loads (`uneven`), return the first of them in that ranking.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -112,7 +112,7 @@ def require_writable(names: Sequence[str]) -> None:
 def search_schedules(
     request: Request, names: Sequence[str], budget: Budget, times: TimeModel, progress: Progress
 ) -> BySchedule:
-    """Return the fastest layout of each schedule; Ctrl-C ends the search with the results so far."""
+    """Return the fastest layout of each requested pipeline schedule; Ctrl-C ends the search with the results so far."""
     found = BySchedule()
     for name in names:
         own = replace(request, schedule=name)
@@ -138,7 +138,9 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return a line about swapping for each kind of layer, or one that says that no host link is known."""
+    """Return for each kind of layer a line that compares the time of swapping its activations to the host with the time
+    of recomputing them; if the bandwidth to the host is unknown, return one line that says so.
+    """
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -158,7 +160,9 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
 
 
 def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
-    """Place the first layout again with swapping as a third choice, with twice the effort of one placement."""
+    """Place the layers of the fastest layout again, with swapping as a third choice beside keeping and recomputing
+    activations, and with twice the effort of one placement.
+    """
     if found.whole and found.entries:
         twice, seconds = 2 * budget.effort, max(_LEAST, budget.seconds_left)
         room = found.request.room
@@ -166,7 +170,9 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """Return lines that say what the first layout would gain if its layers could also swap."""
+    """Return lines that state how much faster the fastest layout would be if its layers could also swap activations to
+    the host.
+    """
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())
@@ -181,7 +187,9 @@ def swapping_words(found: Swapping) -> list[str]:
 
 
 def swapping_json(found: Swapping) -> dict[str, Any]:
-    """Return the result of swapping as values for `--json`; seconds are None if no layout fits."""
+    """Return the predicted gain of swapping activations as a dictionary for `--json`; seconds are None if no layout
+    fits.
+    """
     seconds = (found.without_s, found.with_s)
     without, swapping = (None if one == float("inf") else one for one in seconds)
     more = {"layers": dict(found.layers), "swapping_by_stage": list(found.by_stage), "peak_gib": found.peak / GIB}

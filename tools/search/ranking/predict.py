@@ -1,5 +1,5 @@
-"""This module predicts the peak memory of every stage and the seconds of a step, for a whole block of candidates at
-once.
+"""This module predicts the peak memory of every stage and the seconds of a step for all candidate strategies of a block
+together, with NumPy arrays.
 
 The results are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. The functions of these modules
 compute each term once, and the term is then looked up for all candidates. Memory is a sum of terms, each of which
@@ -39,7 +39,9 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """A `Memo` holds values for the candidates of one request by key, and computes each value only once."""
+    """A `Memo` stores values that are computed for the candidates of one search by key, so that each value is computed
+    only once.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -52,11 +54,13 @@ class Memo:
         return self._known[key]  # type: ignore[return-value]
 
     def config(self, block: Block, row: int) -> Configuration:
-        """Return the configuration of the candidate in one row of a block, without recomputation."""
+        """Return the configuration of the candidate strategy in one row of a block, without recomputation."""
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """Return the stored value of a key; for a new key, the value is computed from the configuration of a row."""
+        """Return the stored value of a key; for a new key, compute the value from the configuration of the candidate in
+        one row of a block.
+        """
         return self.get(key, lambda: function(self.config(block, row), *more))
 
 
@@ -66,7 +70,9 @@ def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row of each distinct combination of columns, and each row's combination, [rows]."""
+    """Group the candidates of a block that are equal in the named columns: return the first row of each group, and the
+    number of each row's group, [rows].
+    """
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
     for column in columns:
@@ -77,12 +83,14 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage a key of its layers' kinds; stages with equal keys have equal weights."""
+    """Return for each stage a key that is equal for stages with the same kinds of layers, which therefore have equal
+    weights.
+    """
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
 
 class MemoryTable:
-    """A `MemoryTable` predicts the memory of candidates of one request."""
+    """A `MemoryTable` predicts the memory of the candidate strategies of one search."""
 
     def __init__(self, request: Request):
         self._memo = Memo(request)
@@ -90,7 +98,9 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return peak bytes [rows, policies, stages], for each of `POLICIES` in all layers."""
+        """Return the peak bytes of each candidate's stages, [rows, policies, stages], if all layers follow the same
+        recompute policy, for each policy.
+        """
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
@@ -240,7 +250,7 @@ class StageTimes:
 
 
 class TimeTable(TimeModel):
-    """A `TimeTable` predicts the times of candidates of one request."""
+    """A `TimeTable` predicts the step times of the candidate strategies of one search."""
 
     def __init__(self, request: Request):
         super().__init__(request.hardware)
@@ -252,7 +262,9 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Return the times of the stages of each candidate, for each policy of uniform recomputation."""
+        """Return the times of each candidate's stages if all layers follow the same recompute policy, for each
+        policy.
+        """
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
         layers = np.zeros_like(counts)
@@ -268,9 +280,10 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of a step for each row, [rows], from a micro-batch's `work` [rows, stages] and
-        `sending`. Under uneven loads this assumes that waiting for the fullest device hides gradients, although it does
-        not (`TimeModel.step`).
+        """Return the predicted seconds of each candidate's step, [rows], given the seconds of one micro-batch on each
+        stage (`work` [rows, stages]) and of sending it to the next stage. For uneven loads the result is approximate:
+        it assumes that the time of waiting for the fullest device hides the communication of gradients, which is not
+        so.
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
@@ -291,8 +304,8 @@ class TimeTable(TimeModel):
         return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
-        """Return lower bounds [rows] in seconds for the step of any layout of these candidates' layers, without a
-        memory limit.
+        """Return for each candidate a lower bound in seconds on the step time of all layouts of its layers, [rows]; the
+        memory limit is ignored.
 
         The bound is the mean over the stages of a stage's own work plus the time before its first and after its last
         pass, so that each layer has the same weight on every stage: with one chunk, stage s needs at least m w_s plus

@@ -1,5 +1,5 @@
-"""This module ranks the whole space of strategies by predicted step time: it returns every legal candidate that fits,
-with its memory and time.
+"""This module ranks the whole space of parallel strategies by predicted step time: it returns every legal strategy that
+fits into memory, with its memory and time.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
 recomputation each stage takes the cheapest mix of two uniform policies that keeps the memory limit: memory is convex in
@@ -34,7 +34,9 @@ _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 @dataclass(frozen=True)
 class Ranked:
-    """A `Ranked` is a candidate with its predicted step seconds and the peak bytes of its fullest stage."""
+    """A `Ranked` is a candidate strategy with the predicted seconds of its step and the peak bytes of its fullest
+    stage.
+    """
 
     candidate: Candidate
     seconds: float
@@ -43,9 +45,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """A `Ranking` holds all candidates that fit, each with its step seconds, the bytes of the stage that needs the most
-    memory, and a lower bound in seconds for its layouts (`TimeTable.least`); a table [candidates, 3] holds the block,
-    the row and the index in `RECOMPUTE` of each candidate.
+    """A `Ranking` holds all candidate strategies that fit into memory, each with the seconds of its step, the peak
+    bytes of its fullest stage, and a lower bound in seconds on the step of its layouts. The table `places` [candidates,
+    3] holds each candidate's block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -57,13 +59,15 @@ class Ranking:
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
 
     def at(self, index: int) -> Ranked:
-        """Return the candidate at `index` of the ranking."""
+        """Return the candidate strategy number `index` of the ranking, with its time and memory."""
         block, row, recompute = (int(place) for place in self.places[index])
         candidate = self.blocks[block].candidate(row, RECOMPUTE[recompute])
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return a candidate's step seconds and peak memory; None if it is not legal or does not fit."""
+        """Return the predicted step time and peak memory of a candidate strategy; None if the candidate is not legal or
+        does not fit.
+        """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)
@@ -72,12 +76,12 @@ class Ranking:
         return None
 
     def fastest(self) -> Iterator[Ranked]:
-        """Yield the candidates, the fastest first; equally fast ones by memory, then by their order in the space."""
+        """Yield the candidate strategies, the fastest first; equally fast candidates are sorted by memory."""
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
     def short_list(self, count: int) -> list[Ranked]:
-        """Return the fastest distinct candidates.
+        """Return the `count` fastest candidate strategies that differ in their layout.
 
         Of candidates with the same degrees and micro-batch the list has only the fastest, and of candidates with the
         same tp, pp, cp and ep at most two. Otherwise the variants of one layout with other dispatch modes, sharding and
@@ -107,7 +111,9 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether any legal candidate fits the devices' memory; `funnel` counts those not legal."""
+    """Return whether any legal strategy fits the memory of the devices; `funnel` counts the candidates that are not
+    legal.
+    """
     memory = MemoryTable(request)
     for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
         some = block.select((memory.static(block) <= request.room).all(axis=1))
@@ -117,7 +123,7 @@ def feasible(request: Request, funnel: Funnel | None = None) -> bool:
 
 
 def rank(request: Request, report: Report | None = None) -> Ranking:
-    """Return every legal candidate that fits into memory, with the seconds of its step and its peak memory."""
+    """Return every legal strategy that fits into memory, with the predicted seconds of its step and its peak memory."""
     funnel = Funnel()
     ranking = Ranking(blocks(request, funnel), funnel)
     memory, times = MemoryTable(request), TimeTable(request)
@@ -146,7 +152,9 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """Return whether each candidate fits [rows, recompute], by the policies' bytes [rows, policies, stages]."""
+    """Return for each candidate and each kind of recomputation whether it fits into memory, bool [rows, recompute],
+    given the peak bytes with each recompute policy, [rows, policies, stages].
+    """
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
@@ -173,9 +181,9 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cheapest mix of two policies that fits under the cap, for each stage of each row: (seconds, bytes),
-    both [rows, stages]. `peaks` and `works` are bytes and seconds if all layers follow one policy, [rows, policies,
-    stages]; if none fits, the stage gets the one that needs the least memory.
+    """Return the seconds and bytes, both [rows, stages], of the fastest mix of two recompute policies with which each
+    stage fits under the memory cap. The arguments `peaks` and `works` hold the bytes and seconds if all layers follow
+    one policy, [rows, policies, stages]. A stage that fits with no policy gets the policy that needs the least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]
@@ -195,7 +203,9 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
 
 
 class Chances:
-    """A `Chances` holds lower bounds of candidates to be placed, and the seconds of the best layout so far."""
+    """A `Chances` holds lower bounds on the step times of the candidate strategies whose layers may still be placed,
+    and the step time of the best layout so far.
+    """
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best
@@ -206,30 +216,36 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Raise a candidate's lower bound, to a tighter one or to the time of its proven best layout."""
+        """Raise the lower bound on the step time of a candidate strategy to `bound`, which is a tighter bound or the
+        time of its proven best layout.
+        """
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
-        """Return the candidate's lower bound in seconds."""
+        """Return the lower bound in seconds on the step time of a candidate strategy; 0 if none is known."""
         return self._known.get(candidate, 0.0)
 
     @property
     def least(self) -> float:
-        """Return a lower bound in seconds for the whole space, or the best time if no candidate can be faster."""
+        """Return a lower bound in seconds on the step time of all strategies; if no candidate can be faster than the
+        best layout, this is the time of that layout.
+        """
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
     def left(self) -> list[Ranked]:
         """Return the candidates that could still be faster than the best layout according to their lower bounds, the
         smallest bound first. The list also holds candidates whose layers were already placed, because another placement
-        could be faster.
+        of them could be faster.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values by which layouts count as different, without dispatch modes and sharding."""
+    """Return the values of a candidate strategy by which layouts count as different: tp, pp, cp, ep, vpp and the
+    micro-batch size, but not the dispatch mode and the sharding.
+    """
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
 

@@ -1,5 +1,5 @@
-"""This module runs a whole search: it ranks the space, places the layers of every candidate that could be the fastest,
-and compares the best layouts with the recipe's own layout.
+"""This module runs a whole search: it ranks all strategies, places the layers of every candidate that could be the
+fastest, and compares the best layouts with the recipe's own layout.
 
 An `Entry` is one line of the result: a layout with its predicted step time, the parts of this time, and its memory. The
 layers of candidates are first placed quickly, and then by the solver of the pipeline optimiser (`_Placing`), several
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def candidate(self) -> Candidate:
-        """Return the candidate of the search space that matches this entry."""
+        """Return the candidate strategy of the search that matches this layout."""
         return candidate_of(self.config)
 
     @property
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def recompute(self) -> str:
-        """Return the number of layers that recompute, by option, as text such as ``full 16, select 30 of 54``."""
+        """Return the numbers of layers with each recompute option as text, such as ``full 16, select 30 of 54``."""
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
@@ -116,7 +116,9 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return where two entries' times differ most: first where the first is faster, then where it pays."""
+    """Return as text the parts of the step (such as the bubble) in which the predicted times of two layouts differ the
+    most: first the parts in which the first layout is faster, then those in which it is slower.
+    """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
@@ -134,7 +136,7 @@ Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, b
 
 @dataclass(frozen=True)
 class ByStages:
-    """A `ByStages` is the best strategy with one number of stages and one number of chunks."""
+    """A `ByStages` holds the best strategy for one pair of pp (number of stages) and vpp (number of chunks)."""
 
     pp: int
     vpp: int
@@ -143,7 +145,7 @@ class ByStages:
     bound: float  # seconds that none of them is under
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values of this strategy for `--json`."""
+        """Return the best strategy for one pair of pp and vpp as a dictionary for `--json`."""
         words = {"pp": self.pp, "vpp": self.vpp, "strategies": self.strategies, "bound_s": self.bound}
         return {**words, "step_s": self.entry.seconds if self.entry else None}
 
@@ -183,7 +185,9 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Return whether each candidate that fits was placed or is proven not to be faster than the best layout."""
+        """Return whether every candidate that fits into memory was placed, or is proven not to be faster than the best
+        layout.
+        """
         return self.whole and not self.cut and self.least > 0 and not self.unplaced
 
     @property
@@ -198,7 +202,9 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout, under the loads if some were asked for, of those that passed a dry run."""
+        """Return the fastest layout that passed a dry run; if there is none, return the fastest layout under the
+        requested loads.
+        """
         if self.passed:
             return self.passed[0]
         own = {id(entry.config): entry for entry in self.entries}
@@ -207,7 +213,9 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return why the best layout has not passed a requested dry run; "" if it has or none was asked for."""
+        """Return the reason why the best layout has not passed the requested dry run; "" if it passed, or if no dry run
+        was requested.
+        """
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.best), None)
@@ -231,9 +239,10 @@ def search(
 
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
-    """Search once more, for each value of `expert_parallel`, with the mean max/mean of the loads of `--loads` in every
-    layer. The best layouts of this second search are added to the entries, with their predictions at even loads. If
-    Ctrl-C ends this second search, its layouts are left out, and the search counts as interrupted.
+    """Search once more under the uneven loads of `--loads`: for each value of `expert_parallel`, every layer gets the
+    mean of max/mean (the fullest device's load over the mean load). The best layouts of this second search are added to
+    the answer, with their predictions at even loads. If Ctrl-C ends this second search, its layouts are left out, and
+    the search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -256,8 +265,9 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add to the answer the ranking under the loads of `--loads`, with the fastest layouts of `others`, by schedule; if
-    Ctrl-C interrupts this, no ranking is added, and the search counts as interrupted.
+    """Add to the answer of a search a ranking of its layouts under the loads of `--loads`, together with the layouts in
+    `others` (schedule -> layout). If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
+    interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
@@ -276,7 +286,9 @@ def add_loads(
 
 
 def renumber(found: Found) -> None:
-    """Remove from the layouts under loads the layouts that a dry run dropped, and number the remaining layouts anew."""
+    """Remove the layouts that a dry run dropped from the ranking under uneven loads, and number the remaining layouts
+    anew.
+    """
     names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
     kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
     found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
@@ -314,7 +326,9 @@ class _Placing:
     of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
-        """Place and judge the candidates, and add the results to `found`."""
+        """Place the layers of the best candidates, predict the times and memory of the resulting layouts, and add them
+        to `found`.
+        """
         found, short = self.found, self.found.ranking.short_list(self.top)
         for one in short:
             if one.candidate.recompute != PLANNED:

@@ -51,8 +51,9 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return one layer's memory and time for a micro-batch if `moved` of its `saved` bytes are swapped, which takes
-    `one_way` seconds on the link; its backward pass takes `backward` seconds.
+    """Return the memory and time of a layer for one micro-batch if `moved` of its `saved` bytes of activations are
+    swapped to the host. The copy takes `one_way` seconds in each direction, and the backward pass of the layer takes
+    `backward` seconds.
     """
     return Swapped(max(0.0, one_way - backward), saved - moved, 2 * moved)
 
@@ -63,7 +64,9 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """A `Swapping` holds the gain in step time if swapping is a third choice for each layer."""
+    """A `Swapping` holds the step times without and with swapping of activations to the host as a third choice for each
+    layer (beside keeping and recomputing).
+    """
 
     without_s: float  # seconds of a step; infinite where nothing fits
     with_s: float
@@ -73,7 +76,8 @@ class Swapping:
 
 
 def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> Swapping:
-    """Place `config`'s layers with and without swapping, with half of the effort for each.
+    """Place the layers of `config` with and without the choice of swapping activations to the host, with half of the
+    effort for each.
 
     Raises:
         RecipeError: the bandwidth to the host is unknown, or layers of this model cannot be placed by the optimiser.
@@ -105,9 +109,9 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
 
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
-    """Return `instance` with additional options for each kind of layer, which swap its activations to the host's
-    memory. The static memory of every stage grows by the largest tensors that are being moved at one time. A pass of
-    such a layer needs as much memory as one that recomputes nothing.
+    """Return `instance` with additional options for each kind of layer, which swap the layer's activations to the
+    host's memory. The static memory of every stage grows by the bytes that are being copied at the same time. A pass
+    through a layer that swaps needs as much memory as a pass through a layer that recomputes nothing.
     """
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
 
@@ -122,7 +126,9 @@ def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Sw
 
 
 def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Swapped]]:
-    """Return the cost of swapping for each kind of layer and each way to swap."""
+    """Return the cost of swapping activations for each kind of layer, as a nested dictionary kind of layer -> option ->
+    time and memory.
+    """
     found = {}
     for kind in dict.fromkeys(config.model.pattern):
         layer, parts = model.layer(config, kind), saved_parts(config, kind)
@@ -136,7 +142,9 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """Return the most bytes of a layer's kept tensors that the link moves during its backward pass."""
+    """Return the largest number of bytes of a layer's kept tensors that can be copied from the host while the layer's
+    backward pass runs.
+    """
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)

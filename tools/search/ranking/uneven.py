@@ -33,8 +33,8 @@ HEADS = TABLES["loads"]
 
 @dataclass(frozen=True)
 class Uneven:
-    """An `Uneven` is a layout with its predictions: seconds of a step at even loads, and expected ones under `loads`.
-    Its name is the number of the layout in the ranking at even loads, the name of a schedule, or "recipe".
+    """An `Uneven` is a layout with its predicted seconds of a step at even loads and under uneven loads. The field
+    `name` is the number of the layout in the ranking at even loads, the name of a pipeline schedule, or "recipe".
     """
 
     name: str
@@ -47,22 +47,24 @@ class Uneven:
 
     @property
     def numbered(self) -> bool:
-        """Return whether the layout has a number in the ranking: its schedule is (interleaved) 1F1B."""
+        """Return whether the layout has a number in the ranking at even loads, which only layouts with (interleaved)
+        1F1B have.
+        """
         return self.name.isdecimal()
 
     @property
     def runs_out(self) -> int:
-        """Return the number of the loads' steps in which the layout needs more memory than the limit."""
+        """Return the number of steps of the given loads in which the layout needs more memory than the limit."""
         return int(self.judged.over.sum())
 
     @property
     def chance(self) -> float:
-        """Return the share of the loads' steps in which the layout needs more memory than the limit."""
+        """Return the share of the steps of the given loads in which the layout needs more memory than the limit."""
         return float(self.judged.over.mean())
 
     @property
     def cells(self) -> list[str]:
-        """Return this layout as a table row with the columns of `HEADS`."""
+        """Return this layout as a row of the table of layouts under uneven loads."""
         steps, up_to = len(self.judged.over), self.judged.up_to
         return [
             self.name,
@@ -76,7 +78,7 @@ class Uneven:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values of this layout for `--json`."""
+        """Return the predictions for this layout under uneven loads as a dictionary for `--json`."""
         return {
             "name": self.name,
             "layout": self.layout,
@@ -101,12 +103,16 @@ def under(
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return layouts by expected seconds; those that run out of memory last, by the share of such steps."""
+    """Return layouts in the order of their expected step time; layouts that run out of memory in some steps come last,
+    in the order of the share of such steps.
+    """
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return whether the loads change which layout is the fastest, and how much longer a step takes."""
+    """Return lines that say whether another layout is the fastest under uneven loads than at even loads, and how much
+    longer a step takes.
+    """
     placed = [one for one in ranked if one.numbered]
     if not placed:
         return []

@@ -44,7 +44,9 @@ _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's we
 
 @dataclass(frozen=True)
 class DryRun:
-    """A `DryRun` holds a strategy's errors other than too much memory, and the bytes of each stage."""
+    """A `DryRun` holds the result of compiling a strategy for virtual devices: its errors (except too much memory), and
+    the bytes of each stage.
+    """
 
     problems: list[str]
     exact: list[int]
@@ -53,7 +55,9 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the judgement of a strategy by its dry run."""
+    """A `Verdict` holds whether a strategy compiles and fits according to its dry run, with the reasons if it does
+    not.
+    """
 
     problems: list[str]  # why it is none; [] where it compiles and nothing is over the limit
     doubts: list[str]  # why it is not proven to fit all the same
@@ -69,7 +73,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A `Wrong` is a memory term that a dry run contradicts, with both values where they differ most."""
+    """A `Wrong` is a part of the predicted memory that a dry run contradicts, with the predicted and the compiled bytes
+    on the stage where they differ the most.
+    """
 
     layout: str
     stage: int
@@ -79,7 +85,9 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        """Return in words by how much the dry run's value of the term differs from the prediction."""
+        """Return a text with the predicted bytes of the contradicted part of the memory, and the bytes that the dry run
+        found.
+        """
         name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
         return (
             f"the search counts {self.counted / GIB:.1f} GiB of {name} on stage {self.stage}, the dry run "
@@ -87,7 +95,9 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return why a strategy is over the cap if the term grows by the same factor; "" if it is not."""
+        """Return the reason why another strategy exceeds the memory cap if this part of its memory is underestimated by
+        the same factor; "" if it does not exceed the cap.
+        """
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
             need = memory.peak + more * (memory.static if self.static else memory.peak - memory.static)
@@ -100,7 +110,9 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the memory term that a dry run contradicts; None if both agree within the dry run's error."""
+    """Return the part of the predicted memory that a dry run contradicts; None if prediction and dry run agree within
+    the dry run's error.
+    """
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
         return None
@@ -124,8 +136,8 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 
 
 def dry_run(path: Path, full: bool) -> DryRun:
-    """Check and compile a recipe by a dry run. Raises KeyboardInterrupt on Ctrl-C; compiles that had ended before are
-    kept in the dry run's cache.
+    """Check and compile a recipe by a dry run. Ctrl-C raises KeyboardInterrupt; compiles that had ended before stay in
+    the cache of dry runs.
     """
     recipe = without_files(load_recipe(path))
     refused = [str(finding) for finding in check_recipe(recipe).errors]
@@ -158,9 +170,9 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of the entries one after another: of the first `count` entries, and of further entries until one of
-    them compiles and fits. If a dry run contradicts a term of the memory model, later entries with an equal layer that
-    would exceed the cap with the corrected term are refused without a dry run.
+    """Make dry runs of the best layouts one after another: of the first `count` layouts, and of further layouts until
+    one of them compiles and fits. If a dry run contradicts a part of the predicted memory, later layouts with the same
+    kind of layer that would exceed the memory cap after a correction are refused without a dry run.
 
     Args:
         request: the request of the search, with the memory limit of a device, the margin and the cluster.
@@ -196,8 +208,8 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return the verdict on a strategy after its dry run. What the fullest step of the loads adds to a stage, according
-    to the model, is added to the compiled bytes.
+    """Return the verdict on a strategy after its dry run. The bytes that the fullest step of uneven loads adds to a
+    stage, according to the memory model, are added to the compiled bytes.
     """
     estimate = max(found.total, default=0)
     if not found.exact:

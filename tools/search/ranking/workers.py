@@ -60,7 +60,9 @@ def place_all(
 
 @contextmanager
 def working(at_once: int | None) -> Iterator[Results]:
-    """Yield a function that yields (job's number, result) as they arrive, of processes or of this one."""
+    """Yield a function that runs jobs in several processes (or in this process, if only one may run) and yields (number
+    of the job, result) as the results arrive.
+    """
     at_once = at_once or processes()
     if at_once == 1:
         yield lambda work, jobs: ((index, work(*job)) for index, job in enumerate(jobs))
@@ -83,7 +85,7 @@ def place_one(
     seconds: float,
     start: Placement | None = None,
 ) -> Placement:
-    """Return a candidate's placement by the solver, with the effort that the solver spent."""
+    """Return the placement of a candidate's layers that the solver finds, with the effort that the solver spent."""
     # with groups half of it is as without them
     budget = Budget(2 * effort if request.groups else effort, seconds)
     found = place(configuration(request, candidate), times, request.room, budget, groups=request.groups, start=start)
@@ -93,7 +95,9 @@ def place_one(
 def screen_one(
     request: Request, candidate: Candidate, times: TimeModel, beat: float, effort: float = WHOLE_EFFORT
 ) -> Placement:
-    """Return a candidate's quick placement, with at most `effort` units of work for the bound by whole layers."""
+    """Return a quick placement of a candidate's layers, without the solver; at most `effort` units of work are spent on
+    the lower bound by whole layers.
+    """
     return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
 
 
