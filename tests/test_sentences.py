@@ -23,7 +23,8 @@ def program():
 
 
 def test_the_same_seed_draws_the_same_sentences(program, tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "VALUES", tmp_path / "tests/sentences.json")  # absent: its words are not in the sources
+    # without examples of single files, whose words are not in the sources
+    monkeypatch.setattr(program, "VALUES", tmp_path / "tests/sentences.json")
     for part in ("docs", "tools/runs", "tools/schema", "launch/resume", "plugins/lora"):
         shutil.copytree(ROOT / part, tmp_path / part)
     (tmp_path / "tests").mkdir()

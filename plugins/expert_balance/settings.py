@@ -130,7 +130,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     every = f"{KEY}.every"
     if not counts:
         raise RecipeError(
-            "the router counts its tokens only if model.model_config.moe_router_enable_expert_bias is True; "
+            "the router counts its tokens by expert only if model.model_config.moe_router_enable_expert_bias is True; "
             f"set it to True, or write {KEY}: False",
             KEY,
         )

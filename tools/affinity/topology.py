@@ -108,7 +108,9 @@ def read_host(root: Root) -> Host:
     except ValueError as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"{root.path}: a list of cores or distances of this host cannot be read ({error})") from None
+        raise ClusterError(
+            f"{root.path}: a list of cores or of NUMA distances of this host cannot be read ({error})"
+        ) from None
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:

@@ -397,9 +397,10 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
                 "its own step or micro_batch"
             )
         if row.tokens.shape != rows[0].tokens.shape:
-            sizes = " and ".join(" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
+            here, before = (" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
             raise DataError(
-                f"{row.place}: tokens: layers x experts are {sizes} in the first line; all lines must have the same"
+                f"{row.place}: tokens: this line has {here} layers x experts, but the first line {before}; all lines "
+                "must have the same numbers"
             )
         own[row.micro_batch] = row
     most = max(map(len, steps.values()))
