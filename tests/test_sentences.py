@@ -94,7 +94,7 @@ def test_every_example_belongs_to_a_message(program):
     stale = []
     for file, values in program.read_examples(program.VALUES).items():
         rows = [row for kind in ("help", "errors") for row in program.of_source(ROOT / file, ROOT, kind)]
-        used = {found.removesuffix("!r") for _, _, words in rows for found in re.findall(r"{([^}]*)}", words)}
+        used = {found.removesuffix("!r") for _, words in rows for found in re.findall(r"{([^}]*)}", words)}
         stale += [(file, expression) for expression in values if expression not in (*used, "^")]
     assert stale == []
 
@@ -103,7 +103,7 @@ def test_a_list_of_texts_is_shown_with_its_texts(program, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/module.py").write_text(
         'MODES = ("fast", "slow")\nSPEEDS: dict = {"low": 1, "high": 2}\n\n\ndef choose():\n'
-        "    raise DataError(f\"the mode must be one of {', '.join(MODES)}, {' or '.join(SPEEDS)}, {', '.join(x)}\")\n"
+        "    raise DataError(f\"the mode must be one of {', '.join(MODES)}, {' or '.join(SPEEDS)}, {', '.join(others)}\")\n"
     )
     ((_, _, words),) = program.collect(tmp_path)["errors"]
-    assert words == "tc3: the mode must be one of fast, slow, low or high, <x>"
+    assert words == "tc3: the mode must be one of fast, slow, low or high, <others>"
