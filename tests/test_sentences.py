@@ -103,7 +103,8 @@ def test_a_list_of_texts_is_shown_with_its_texts(program, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/module.py").write_text(
         'MODES = ("fast", "slow")\nSPEEDS: dict = {"low": 1, "high": 2}\n\n\ndef choose():\n'
-        "    raise DataError(f\"the mode must be one of {', '.join(MODES)}, {' or '.join(SPEEDS)}, {', '.join(others)}\")\n"
+        "    raise DataError(\n"
+        "        f\"the mode must be one of {', '.join(MODES)}, {' or '.join(SPEEDS)}, {', '.join(others)}\"\n    )\n"
     )
     ((_, _, words),) = program.collect(tmp_path)["errors"]
     assert words == "tc3: the mode must be one of fast, slow, low or high, <others>"

@@ -224,7 +224,7 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
             r"stop_after: .* has no effect",
         ),
         ({"plugins": {"spike_guard": {}, "finite_loss": False}}, None),
-        ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"per_print_times hides steps"),
+        ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"MFLossMonitor reports only some steps"),
     ],
 )
 def test_where_it_cannot_work(more, words):
