@@ -86,7 +86,7 @@ def test_what_a_recipe_leaves_out_has_mindformers_defaults():
     plain = on_one_worker(recipe, 2)
     assert plain["callbacks"] == [{"type": "MFLossMonitor"}] and hyper_of(plain, 2).betas == (0.9, 0.999)
     del recipe["lr_schedule"]["learning_rate"]
-    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: this key is missing; write "):
+    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: the key is missing; write "):
         hyper_of(recipe, 2)
 
 
