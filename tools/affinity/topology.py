@@ -125,7 +125,7 @@ def _nodes(root: Root) -> dict[int, list[int]]:
         found = _lscpu_nodes(root.ask("lscpu", "-p") or "")
     if not any(found.values()):
         raise ClusterError(
-            f"{root.path}: the host does not say which cores it has: there is neither {NODES}/node*/cpulist nor output "
+            f"{root.path}: the cores of this host are unknown: there is neither {NODES}/node*/cpulist nor output "
             "of `lscpu -p`"
         )
     return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}

@@ -43,7 +43,7 @@ from tools.ranges import RANGES, Range, is_number
 PUBLISHED_SPREAD = 0.62
 TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
-FORMS = "even, published, trained, spread:NUMBER, a max/mean such as 1.3, or a file"
+FORMS = "even, published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, or a file"
 HELP = (
     "Assume these loads of the devices of an expert-parallel group: even, published, trained, spread:NUMBER, a ratio "
     "of the largest load to the mean such as 1.3, a run with plugins.expert_balance, or a routing log (.jsonl or "
