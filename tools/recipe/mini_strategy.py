@@ -80,8 +80,7 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     if not view.parallel:
         wrong = (
             "--parallel keeps the parallel strategy of a recipe, but this recipe does not split its model over "
-            "devices; leave out "
-            "--parallel"
+            "devices; leave out --parallel"
         )
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
