@@ -167,5 +167,8 @@ def graph_mode_only(recipe: Mapping[str, Any], key: str) -> None:
     of a data loader, which has no effect in PyNative mode.
     """
     if value_at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
-        wrong = f"{key} works only in graph mode, because PyNative mode builds its data loader in another way; write 0"
+        wrong = (
+            f"{key} works only in graph mode, because MindFormers builds the data loader in another way in "
+            "PyNative mode; write 0"
+        )
         raise RecipeError(wrong, "context.mode")

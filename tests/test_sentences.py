@@ -22,7 +22,9 @@ def program():
     return module
 
 
-def test_the_same_seed_draws_the_same_sentences(program, tmp_path):
+def test_the_same_seed_draws_the_same_sentences(program, tmp_path, monkeypatch):
+    # without examples of single files, whose words are not in the sources
+    monkeypatch.setattr(program, "VALUES", tmp_path / "tests/sentences.json")
     for part in ("docs", "tools/runs", "tools/schema", "launch/resume", "plugins/lora"):
         shutil.copytree(ROOT / part, tmp_path / part)
     (tmp_path / "tests").mkdir()
@@ -75,7 +77,34 @@ def _private():
         (1, "A module has one."), (12, "public: Return what was asked."), (12, "public: Or nothing at all."),
     ]  # fmt: skip
     assert sorted(found["help"]) == [(5, "--seed: The seed of all draws."), (7, "--jobs N: How many at plugins.size.")]
-    shown = "tc3: recipe.yaml: plugins.size.x: 8 of runs/a/file is not a whole number. Write 6"
+    shown = "tc3: recipe.yaml: plugins.size.x: 3 of runs/a/file is not a whole number. Write 8"
     assert found["errors"] == [(14, shown), (15, "tc3: <kind>: is not a whole number, so mend it")]
     drawn = program.draw(tmp_path, 0, 40)
     assert len(drawn) == 8 and len({path for path, _, _ in drawn}) == 2, "one of each kind, as long as all have one"
+
+
+def test_examples_of_single_files(program):
+    own = {"size": 4, "name": {"unknown": "lorra", "": "lora"}, "function": "=<function f>", "listed": [1]}
+    shown = program.with_examples("{name!r} is unknown: {size} of {count}, {function!r}, {listed!r}", own)
+    assert shown == "'lorra' is unknown: 4 of 3, <function f>, [1]"
+    assert program.with_examples("{name} is there", own) == "lora is there"
+
+
+def test_every_example_belongs_to_a_message(program):
+    stale = []
+    for file, values in program.read_examples(program.VALUES).items():
+        rows = [row for kind in ("help", "errors") for row in program.of_source(ROOT / file, ROOT, kind)]
+        used = {found.removesuffix("!r") for _, words in rows for found in re.findall(r"{([^}]*)}", words)}
+        stale += [(file, expression) for expression in values if expression not in (*used, "^")]
+    assert stale == []
+
+
+def test_a_list_of_texts_is_shown_with_its_texts(program, tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/module.py").write_text(
+        'MODES = ("fast", "slow")\nSPEEDS: dict = {"low": 1, "high": 2}\n\n\ndef choose():\n'
+        "    raise DataError(\n"
+        "        f\"the mode must be one of {', '.join(MODES)}, {' or '.join(SPEEDS)}, {', '.join(others)}\"\n    )\n"
+    )
+    ((_, _, words),) = program.collect(tmp_path)["errors"]
+    assert words == "tc3: the mode must be one of fast, slow, low or high, <others>"

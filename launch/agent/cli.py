@@ -316,8 +316,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
-            f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N on each line, where N is the "
-            "number of workers"
+            f"{file}: {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each line, where N "
+            "is the number of workers on that host"
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count

@@ -61,8 +61,8 @@ class Allocation:
         """
         if self.workers % self.slots:
             raise ClusterError(
-                f"{self.workers} workers do not fill whole nodes of {self.slots}: list the hosts and their workers "
-                "in a file and give it with --nodes"
+                f"{self.workers} workers do not fill whole nodes of {self.slots} workers: list the hosts and their "
+                "workers in a file and give it with --nodes"
             )
 
     @property

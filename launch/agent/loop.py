@@ -165,7 +165,8 @@ class Agent:
                 there = ", ".join(self.meeting.there(number)) or "nobody"
                 self.meeting.gone(number)
                 raise TC3Error(
-                    f"attempt {number}: only {there} joined within {self.job.patience:g} s, which is too few to start"
+                    f"attempt {number}: only {there} joined within {self.job.patience:g} s, which are too few nodes "
+                    "to start"
                 )
             self._sleep(POLL)
         return plan

@@ -301,7 +301,7 @@ class Meeting:
     def _check_place(self, number: int) -> None:
         claim = self._claim(number, self._place)
         if claim.holder != self.me or claim.lost():
-            raise ClusterError(f"{claim.folder}: another agent of {self.host} has replaced this agent")
+            raise ClusterError(f"{claim.folder}: another agent of {self.host} has replaced this agent, which ends now")
 
     def _gone_or_quiet(self, number: int, host: str) -> bool:
         found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))

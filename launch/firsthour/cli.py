@@ -113,9 +113,9 @@ class Budget(click.ParamType):
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the bundle to this file.  [default: WORK/firsthour-DATE.zip]",
+    help="Write the bundle, a zip file with all results, to this file.  [default: WORK/firsthour-DATE.zip]",
 )
-@click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle by digests.")
+@click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle of results by digests.")
 @click.option(
     "--force",
     is_flag=True,
@@ -307,7 +307,7 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     card = recipe.absolute().parent / CARD
     if not card.is_file():
         raise DataError(
-            f"{card}: the recipe's folder lacks this file, which says what was verified; copy one from recipes/"
+            f"{card}: this file, which lists what was verified of each recipe, does not exist; copy one from recipes/"
         )
     with nullcontext() if dry_run else locked(card.parent):  # two at once: each would write its claim over the other's
         return _write_claim(bundle, recipe, card, dry_run)

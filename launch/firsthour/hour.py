@@ -171,7 +171,8 @@ class Hour:
         evidence = done["hosts"].evidence
         if not evidence:
             raise ClusterError(
-                "no node has reported its versions, because the check `hosts` gave no results: mend `hosts` first"
+                "no node has reported its versions, because the check `hosts` gave no results: solve the "
+                "problems of `hosts` first"
             )
         return judge_hosts(evidence, self.names, versions=True), {}
 
@@ -388,7 +389,7 @@ class Hour:
                     "with --budget"
                 )
         raise ClusterError(
-            f"`tc3 {shlex.join(words)}` ended before this check could kill it: start tc3 firsthour again"
+            f"`tc3 {shlex.join(words)}` ended before this check killed it to test resuming: start tc3 firsthour again"
         )
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:

@@ -116,7 +116,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(
-            f"{recipe.source}: model.model_config.seq_length: the key is missing; write how many tokens the model sees"
+            f"{recipe.source}: model.model_config.seq_length: the key is missing; write the length of the context"
         )
     if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
         raise CheckpointError(

@@ -235,9 +235,9 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
     held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
     if held != taken or (held and old != new):
         raise CheckpointError(
-            f"{checkpoint.path}: the checkpoint holds PmaAdamW's sum of {held:,} sets of weights "
-            f"(optimizer.fused_num {old[0]:,}, interleave_step {old[1]:,}), but with this recipe PmaAdamW would take "
-            f"it for a sum of {taken:,} of {new[0]:,} sets (interleave_step {new[1]:,}) and compute a wrong average; "
+            f"{checkpoint.path}: PmaAdamW has added {held:,} of the {old[0]:,} sets of weights that it averages "
+            f"(optimizer.interleave_step {old[1]:,}), but with this recipe it would take their sum for a sum of "
+            f"{taken:,} of {new[0]:,} sets (interleave_step {new[1]:,}) and compute a wrong average; "
             f"keep the optimizer's settings and the global batch, or start a new run from the "
             f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )

@@ -183,8 +183,8 @@ def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICE
         return Cluster(1, workers, MASTER)
     if workers % each:
         raise ClusterError(
-            f"{workers} workers do not fill whole nodes of {each}: list the hosts and their workers in a file and "
-            "give it with --nodes"
+            f"{workers} workers do not fill whole nodes of {each} workers: list the hosts and their workers in a file "
+            "and give it with --nodes"
         )
     return Cluster(workers // each, each, f"node{{0..{workers // each - 1}}}")
 

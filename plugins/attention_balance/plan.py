@@ -272,7 +272,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     if settings.cost is None:
         raise RecipeError(
             "the cost of a sample (per_pair and per_token) is missing; start the run with tc3 train or "
-            "launch/train.py, which compute it from the model, or write measured seconds",
+            "launch/train.py, which compute it from the model, or write both keys, in measured seconds",
             f"{KEY}.per_pair",
         )
     data = section_at(recipe, "train_dataset.data_loader.config")

@@ -275,7 +275,8 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
         )
     if value_at(recipe, f"{_LOADER}.shuffle"):
         raise RecipeError(
-            f"{KEY} cannot divide shuffled data among its steps in order; write False", f"{_LOADER}.shuffle"
+            f"if the data is shuffled, {KEY} cannot compute which samples a step reads; write False",
+            f"{_LOADER}.shuffle",
         )
     graph_mode_only(recipe, KEY)
     if (value_at(recipe, "runner_config.epochs") or 1) != 1:
@@ -283,8 +284,8 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
         raise RecipeError(f"{wrong}; write 1, and ask for more samples with {_LOADER}.sizes", "runner_config.epochs")
     if value_at(recipe, "runner_config.sink_mode", True):
         raise RecipeError(
-            f"in sink mode the queue to the device keeps one shape for the whole run, but {KEY} changes the shape; "
-            "write False, or train each stage as a run of its own and resume",
+            f"in sink mode the queue to the device keeps one batch shape for the whole run, but {KEY} changes this "
+            "shape; write False, or train each stage as a run of its own and resume",
             "runner_config.sink_mode",
         )
     level = "context.dataset_broadcast_opt_level"
@@ -296,7 +297,7 @@ def _check_loader(recipe: Mapping[str, Any], division: Division) -> None:
 
 
 # plugin: why it cannot run with this plugin
-_NEVER = {"attention_balance": "moves samples within a window of steps of one size"}
+_NEVER = {"attention_balance": "moves samples within a window of steps whose batches have one size"}
 _OF_MICRO_BATCHES = {"held_out_loss": "runs the train step with batches of the recipe's own size"}
 _OF_ONE_BATCH = {"ep_overlap": "cuts a rank's batch of one size into chunks"}
 

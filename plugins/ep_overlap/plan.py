@@ -39,8 +39,8 @@ def _chunks(written: Any) -> Chunks | str:
     chunks = tuple(written) if isinstance(written, (list, tuple)) else ()
     if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
         raise RecipeError(
-            f"{written!r} is neither auto nor [b, s], the numbers of parts of the batch and of the sequence, each 1 "
-            "or more"
+            f"{written!r} is neither auto nor [b, s], the numbers (1 or more) of parts into which the batch and the "
+            "sequence are cut"
         )
     return chunks
 

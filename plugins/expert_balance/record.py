@@ -249,7 +249,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "the slots are not a placement, in which each slot of a layer occurs exactly once"
+        wrong = "the slots are not a placement of experts, because each slot of a layer must occur exactly once"
     else:
         held = [(record.slots, record.copies)]
         held += [(record.moved.slots, record.moved.copies)] if record.moved else []

@@ -130,8 +130,8 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     every = f"{KEY}.every"
     if not counts:
         raise RecipeError(
-            "the router counts its tokens only if model.model_config.moe_router_enable_expert_bias is True; "
-            f"set it to True, or write {KEY}: False",
+            "the router counts the tokens of each expert only if model.model_config.moe_router_enable_expert_bias is "
+            f"True; set it to True, or write {KEY}: False",
             KEY,
         )
     if ours.every and expert_parallel == 1:

@@ -121,7 +121,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         if strange:
             raise CheckpointError(
                 f"{KEY}: {len(strange)} parameters of the recipe's model have no name in Hugging Face's form and would "
-                f"keep their random values, such as {strange[0]}; write a recipe of the model whose weights the folder "
+                f"keep their random values, such as {strange[0]}; name a recipe of the model whose weights the folder "
                 "holds"
             )
         wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]

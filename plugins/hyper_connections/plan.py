@@ -108,7 +108,10 @@ def check(written: Any, recipe: Mapping[str, Any]) -> Settings:
         wrong = f"{KEY} adds the outputs of layers to its residual streams, not to their norms; write False, {OFF}"
         raise RecipeError(wrong, f"{MODEL}.apply_residual_connection_post_layernorm")
     if value_at(recipe, f"{MODEL}.model_architecture") == "yoco":
-        wrong = f"layers that share keys and values need one stream, but {KEY} has several; write decoder_only, {OFF}"
+        wrong = (
+            f"layers that share keys and values need one residual stream, but {KEY} has several; write "
+            f"decoder_only, {OFF}"
+        )
         raise RecipeError(wrong, f"{MODEL}.model_architecture")
     if value_at(recipe, "optimizer.type") == OTHER_OPTIMIZER:
         wrong = f"{OTHER_OPTIMIZER} cannot train the weights that {KEY} adds; write AdamW, {OFF}"

@@ -155,8 +155,8 @@ class Groups:
             members = self._with_me(operator, name, self._stated(operator, name, attrs))
             if MADE_UP.fullmatch(name) and name != made_up_name(members):  # weights are cut by this name
                 raise ClusterError(
-                    f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, but "
-                    f"MindSpore would name a group of these ranks {made_up_name(members)!r}"
+                    f"rank {self.ranks.rank}: the attributes of {operator} say that group {name!r} has ranks "
+                    f"{list(members)}, but MindSpore would name a group of these ranks {made_up_name(members)!r}"
                 )
             self._known[key] = members
         return self._known[key]
@@ -342,8 +342,8 @@ class Collectives:
         if not 0 <= index < len(members) or members[index] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
             raise ClusterError(
-                f"{told}: {index} is not the index of another member of the group, with which this rank could "
-                f"exchange a message"
+                f"{told}: {index} is not the index of another member of the group, to which this rank could "
+                f"send a message or from which it could receive one"
             )
         peer = members[index]
         fault = self._test.begin(name)

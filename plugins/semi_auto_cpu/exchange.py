@@ -191,7 +191,9 @@ def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
     count, split, concat = (int(attrs[name]) for name in ("split_count", "split_dim", "concat_dim"))
     (x,), (out,) = inputs[:1], outputs[:1]
     if count != meeting.size or x.shape[split] % count:
-        raise ClusterError(f"{meeting.where}: {describe(x)} cannot be split into {count} along axis {split}")
+        raise ClusterError(
+            f"{meeting.where}: {describe(x)} cannot be split into {count} equal parts along axis {split}"
+        )
     pieces = np.split(x, count, axis=split)
     shape = list(pieces[0].shape)
     what = f"{describe(x)} split along axis {split}, laid along axis {concat}"

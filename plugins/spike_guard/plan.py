@@ -139,7 +139,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         )
     for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:
-            raise RecipeError(f"MFLossMonitor's per_print_times hides steps from {KEY}; write 1", "callbacks")
+            wrong = f"with this per_print_times MFLossMonitor reports only some steps, but {KEY} needs every step"
+            raise RecipeError(f"{wrong}; write per_print_times: 1", "callbacks")
     return settings
 
 

@@ -155,7 +155,7 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs 4 for the 2 stages of the pipeline"),
-        ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device keeps one shape"),
+        ([[2, 4]], {"runner_config": {"batch_size": 2}}, "the queue to the device keeps one batch shape"),
         ([[2, 4]], {"runner_config": {**RECIPE["runner_config"], "epochs": 2}}, "a second epoch has no stages"),
         ([[2, 4]], {"context": {"mode": 1}}, "works only in graph mode"),
         ([[2, 8]], {**SHARDED, "context": {"mode": 0}}, "MindFormers' default lets only some ranks read data"),

@@ -174,7 +174,8 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
     assert samples_of(entries) == ((3, 4), (12, 21))
     ledger_file(tmp_path).write_text('{"skipped": [{"step": 1}]}')
     with pytest.raises(
-        DataError, match=r"skipped\.json: this is not a ledger of left-out samples: it lacks 'first'; restore"
+        DataError,
+        match=r"skipped\.json: this is not a list of the samples that were left out: it lacks 'first'; restore",
     ):
         read_ledger(tmp_path)
 
@@ -223,7 +224,7 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
             r"stop_after: .* has no effect",
         ),
         ({"plugins": {"spike_guard": {}, "finite_loss": False}}, None),
-        ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"per_print_times hides steps"),
+        ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"MFLossMonitor reports only some steps"),
     ],
 )
 def test_where_it_cannot_work(more, words):

@@ -108,7 +108,9 @@ def read_host(root: Root) -> Host:
     except ValueError as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"{root.path}: a list of cores or distances of this host cannot be read ({error})") from None
+        raise ClusterError(
+            f"{root.path}: a list of cores or of NUMA distances of this host cannot be read ({error})"
+        ) from None
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
@@ -123,7 +125,7 @@ def _nodes(root: Root) -> dict[int, list[int]]:
         found = _lscpu_nodes(root.ask("lscpu", "-p") or "")
     if not any(found.values()):
         raise ClusterError(
-            f"{root.path}: the host does not say which cores it has: there is neither {NODES}/node*/cpulist nor output "
+            f"{root.path}: the cores of this host are unknown: there is neither {NODES}/node*/cpulist nor output "
             "of `lscpu -p`"
         )
     return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}

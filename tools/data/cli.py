@@ -40,7 +40,7 @@ DTYPE_HELP = (
     "otherwise."
 )
 WORKERS_HELP = (
-    "Encode with this many processes. Any number of processes gives the same output.  [default: the number of cores]"
+    "Tokenize with this many processes. Any number of processes gives the same output.  [default: the number of cores]"
 )
 INSTRUCTIONS_INPUT = (
     "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."

@@ -315,7 +315,7 @@ def training_share(split: str) -> float:
     if not shares or not shares[0]:
         raise DataError("this value leaves no document for training; write '1, 0, 0'")
     if len(shares) > _SPLITS:
-        raise DataError(f"this has {len(shares)} numbers, but there are {_SPLITS} parts; write '1, 0, 0'")
+        raise DataError(f"this value has {len(shares)} numbers, but a corpus has {_SPLITS} parts; write '1, 0, 0'")
     return shares[0] / sum(shares)
 
 

@@ -208,7 +208,7 @@ def interrupts(patient: Patient) -> Answer:
             hit |= workers.intersection(expand(given))
             seen += 1
     if unreadable and not hit:
-        raise UntoldError(f"the cores of {unreadable[0]} cannot be read")
+        raise UntoldError(f"the cores that handle the interrupt {unreadable[0]} cannot be read")
     told(seen or None, "no interrupts of known devices are visible (in a container, run tc3 doctor on its host)")
     return Answer(
         "warn" if hit else "ok", f"{seen} interrupts of devices, of which on workers' cores: {compress(hit) or 'none'}"

@@ -86,8 +86,8 @@ class Ranks(click.ParamType):
 @click.option(
     "--prove",
     is_flag=True,
-    help="Also report what tc3 prove reports, for which one more rank along each axis of the device mesh, and the "
-    "last rank, are compiled.",
+    help="Also report what tc3 prove reports; this compiles one more rank along each axis of the device mesh, and "
+    "the last rank.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

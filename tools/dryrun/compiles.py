@@ -213,7 +213,10 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
     except RuntimeError:  # as in a container that is run under a number without a name
-        wrong = "this user has no home folder in which compiles could be kept; set HOME or XDG_CACHE_HOME to a folder"
+        wrong = (
+            "this user has no home folder in which the results of compiles could be stored; set HOME or "
+            "XDG_CACHE_HOME to a folder"
+        )
         raise ClusterError(wrong) from None
 
 

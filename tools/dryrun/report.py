@@ -160,8 +160,8 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
     """
     if View(recipe).on_cpu:
         raise RecipeError(
-            "--loads: a dry run does not know the memory of CPU workers; tc3 memory --loads predicts memory as on a "
-            "device"
+            "--loads: a dry run does not predict the memory of CPU workers; `tc3 memory --loads` predicts the memory "
+            "that the recipe would take on an NPU"
         )
     if not limit_of(recipe):
         raise RecipeError(

@@ -464,10 +464,13 @@ def not_compiled(model: Model) -> tuple[str, str] | None:
     `tc3 check`; None if it compiles.
     """
     if not model.latent:
-        return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
+        return (
+            "without MLA, MindFormers 1.9.0 splits heads along the axis of the batch, which does not compile",
+            "ulysses_grouped",
+        )
     if model.qk_dim != model.v_dim:
-        widths = f"values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
-        return f"MindFormers 1.9.0 cuts {widths}, and does not compile", "ulysses_latent"
+        widths = f"values of width {model.v_dim} as if they were as wide as queries ({model.qk_dim})"
+        return f"MindFormers 1.9.0 splits {widths}, which does not compile", "ulysses_latent"
     return None
 
 

@@ -43,7 +43,7 @@ from tools.ranges import RANGES, Range, is_number
 PUBLISHED_SPREAD = 0.62
 TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
-FORMS = "even, published, trained, spread:NUMBER, a max/mean such as 1.3, or a file"
+FORMS = "even, published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, or a file"
 HELP = (
     "Assume these loads of the devices of an expert-parallel group: even, published, trained, spread:NUMBER, a ratio "
     "of the largest load to the mean such as 1.3, a run with plugins.expert_balance, or a routing log (.jsonl or "
@@ -408,9 +408,10 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
                 "its own step or micro_batch"
             )
         if row.tokens.shape != rows[0].tokens.shape:
-            sizes = " and ".join(" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
+            here, before = (" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
             raise DataError(
-                f"{row.place}: tokens: layers x experts are {sizes} in the first line; all lines must have the same"
+                f"{row.place}: tokens: this line has {here} layers x experts, but the first line {before}; all lines "
+                "must have the same numbers"
             )
         own[row.micro_batch] = row
     most = max(map(len, steps.values()))

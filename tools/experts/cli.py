@@ -13,11 +13,14 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 
-EVERY_HELP = "Let a replayed policy plan anew after every N steps.  [default: plugins.expert_balance.every, or 20]"
+EVERY_HELP = (
+    "Let the replayed policies plan a new placement of the experts after every N steps.  [default: "
+    "plugins.expert_balance.every, or 20]"
+)
 
 SPARE_HELP = (
-    "Assume N spare slots on each device for copies of hot experts. The report then also replays two policies that use "
-    "spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
+    "Assume N spare slots on each device for copies of hot experts. The report then also replays two policies of "
+    "placing experts that use spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
 )
 
 
@@ -32,7 +35,7 @@ def experts() -> None:
 @experts.command(
     "report",
     short_help="Report the loads of experts and devices, the time spent waiting for the fullest device, and "
-    "what other placements would gain.",
+    "what other placements of the experts would gain.",
 )
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
 @click.option(
@@ -105,7 +108,8 @@ def report_command(
 @click.option(
     "--salvage",
     is_flag=True,
-    help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
+    help="Copy damaged values (not finite, or with a wrong checksum) unchanged instead of refusing them, and record "
+    "them in the result.",
 )
 def restore_order_command(checkpoint: Path, target: Path | None, salvage: bool) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.

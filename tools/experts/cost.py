@@ -246,7 +246,7 @@ class Degrees(click.ParamType):
     help="Predict the costs for this cluster.",
 )
 @click.option(
-    "--hardware", hidden=True, help="Give the cluster in this way if a script still uses the old name of --cluster."
+    "--hardware", hidden=True, help="Give the cluster by the old name of --cluster, which existing scripts may use."
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(

@@ -163,8 +163,8 @@ def not_written(target: Path, error: OSError) -> DataError:
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(
-            f"{target}: another process has written this folder meanwhile; its files were not changed, and this "
-            "command wrote nothing"
+            f"{target}: another process has written this folder meanwhile; this command left its files unchanged, "
+            "and wrote nothing"
         )
     return DataError(f"{target}: this path cannot be written ({error.strerror or error})")
 

@@ -134,7 +134,7 @@ _WORDS = ("name", "device")
 _HOST = "host_link"  # may be missing: only the price of swapping hangs on it
 _VERSION = "estimator"  # only in files with fitted efficiencies
 # keys of older files, and what is to be done about them
-_GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/estimate/efficiencies.yaml)"}
+_GONE = {"matmul_efficiency": "delete it: the efficiency of matmuls is now fitted (tools/estimate/efficiencies.yaml)"}
 
 
 class Origin(NamedTuple):

@@ -184,13 +184,13 @@ def is_v_shaped(schedule: str) -> bool:
 
 BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
 _REFUSED = {
-    BY_ENVIRONMENT: "the environment asks for it (ENABLE_LESS_MEM_VPP=1), no key of a recipe does",
-    "seqvpp": "MindFormers refuses it without seq_split_num, and seq_split_num in graph mode",
-    "interleaved_1f1b_pairs": "MindSpore has pp_1f1b_overlap, but which pairs it builds was not seen",
-    "dual_pipe": "it holds the model twice, which no recipe can say",
-    **dict.fromkeys(("zb_h1", "zb_h2"), "MindSpore splits weight gradients off only in zero_bubble_v"),
+    BY_ENVIRONMENT: "the environment (ENABLE_LESS_MEM_VPP=1) asks for it, and no key of a recipe does",
+    "seqvpp": "MindFormers refuses it without seq_split_num, and refuses seq_split_num in graph mode",
+    "interleaved_1f1b_pairs": "MindSpore has pp_1f1b_overlap, but it is unknown which pairs of passes that makes",
+    "dual_pipe": "it keeps two copies of the model, for which a recipe has no key",
+    **dict.fromkeys(("zb_h1", "zb_h2"), "MindSpore separates the gradients of weights only in zero_bubble_v"),
     **dict.fromkeys(
-        ("zb_v", "v_half", "v_min", "dual_pipe_v"), "of V-shaped pipelines MindSpore has zero_bubble_v only"
+        ("zb_v", "v_half", "v_min", "dual_pipe_v"), "the only V-shaped pipeline that MindSpore has is zero_bubble_v"
     ),
 }
 

@@ -173,7 +173,9 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
         at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
         said = {stage: (ORDER_KINDS[row[0]], *row[1:3], *([row[3]] if row[3] else [])) for stage, row in at.items()}
         waits = "; ".join(f"stage {stage} at {operation}" for stage, operation in said.items())
-        raise RecipeError(f"these passes wait for each other, or for a pass that no stage runs: {waits}")
+        raise RecipeError(
+            f"these passes of pipeline stages wait for each other, or for a pass that no stage runs: {waits}"
+        )
     return places
 
 

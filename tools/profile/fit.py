@@ -308,8 +308,8 @@ def host_content(profile: Profile, config: Configuration, name: str) -> dict[str
             bytes_.append(_ITEM * (sum(sizes) + max(sizes)) * kernel.count / kernel.seconds)
     if not rates or not bytes_:
         raise DataError(
-            f"{profile.source}: the profile has no shapes of matmuls and other operators, so a CPU's peaks cannot be "
-            "measured"
+            f"{profile.source}: the profile has no shapes of matmuls and other operators, so the peak FLOP/s and "
+            "bandwidth of the CPU cannot be derived"
         )
     peak = _figure(max(rates), "derived", "fastest matmul of the profile")
     link = {

@@ -123,7 +123,9 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
         return Profile(str(folder), "Ascend", middle, len(found), rank=rank, notes=tuple(notes))
     if (folder / STATISTIC).is_file():
         return _from_sums(folder, steps or max(1, len(lengths)), lengths, rank)
-    raise DataError(f"{folder}: the folder holds neither {KERNELS} nor {STATISTIC}; profile with level 0 or more")
+    raise DataError(
+        f"{folder}: the folder holds neither {KERNELS} nor {STATISTIC}; profile again with profiler level 0 or higher"
+    )
 
 
 def _rows(path: Path) -> list[Row]:

@@ -160,7 +160,10 @@ def read_compiled(
     try:
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
-        raise RecipeError(f"{recipe.source}: {error}; tc3 dryrun judges the sums of gradients without types") from None
+        raise RecipeError(
+            f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks the sums of gradients without a "
+            "proof"
+        ) from None
     scales = scale_faults(results, plan.micro_batches * small.accumulation, mesh.devices)
     read = dict[int, GraphText]()
     while True:

@@ -41,11 +41,13 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     view = View(recipe)
     if view.on_cpu:
         raise RecipeError(
-            f"{recipe.source}: context.device_target: this recipe is for a CPU, so it has no mini recipe for Ascend"
+            f"{recipe.source}: context.device_target: this recipe is for a CPU, so no toy-size recipe for Ascend can "
+            "be made of it"
         )
     if view.packs:
         raise RecipeError(
-            f"{recipe.source}: packed conversations have no mini recipe for Ascend; give a recipe of pre-training"
+            f"{recipe.source}: no toy-size recipe for Ascend can be made of a recipe with packed conversations; give "
+            "a recipe of pre-training"
         )
     mini = derive_mini(recipe, data_path, steps, length=LENGTH)
     degrees = {1: Degrees(), **{count: degrees_for(mini, view, count) for count in counts}}

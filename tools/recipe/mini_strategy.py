@@ -81,7 +81,8 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     view = View(recipe)
     if not view.parallel:
         wrong = (
-            "--parallel keeps how a recipe splits its model, but this recipe does not split it; leave out --parallel"
+            "--parallel keeps the parallel strategy of a recipe, but this recipe does not split its model over "
+            "devices; leave out --parallel"
         )
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)

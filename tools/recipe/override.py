@@ -252,7 +252,9 @@ def _refuse_second(path: KeyPath, present: Any, value: Any, override: str, given
     """Raise an error if another override has set `path` to a `present` value other than `value`."""
     earlier = given.by.get(path, override)
     if earlier != override and present != value:
-        raise RecipeError(f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set")
+        raise RecipeError(
+            f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set; keep one"
+        )
 
 
 def _reached(recipe: Any, path: KeyPath) -> Any:

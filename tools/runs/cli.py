@@ -286,7 +286,9 @@ def runs() -> None:
     """Report where the time of runs went and why they failed, or follow a run that is in progress."""
 
 
-@runs.command("report", short_help="Report goodput, lost time, failures and their causes, saves and spikes.")
+@runs.command(
+    "report", short_help="Report goodput, lost time, failures and their causes, checkpoint saves and loss spikes."
+)
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")

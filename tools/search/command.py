@@ -78,9 +78,9 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search for the cluster that tc3 firsthour measured with RECIPE. The memory of a device stays as modelled: the "
-        "measured memory terms hold for RECIPE's layout, and a line says what they are. With --write the measured "
-        "cluster is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search for the cluster that tc3 firsthour measured with RECIPE. Memory is predicted without the "
+        "measured memory terms, because these hold only for RECIPE's layout; a line prints these terms. With --write "
+        "the measured cluster is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
@@ -248,7 +248,7 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
     measured, bundle, overlay = options["measured"], options["bundle"], options["write"]
     if bundle is not None and (measured is not None or cluster_name is not None):
         raise click.UsageError(
-            "--measured brings its own cluster; leave out --cluster and --from, or leave out --measured"
+            "--measured already gives the cluster; leave out --cluster and --from, or leave out --measured"
         )
     if measured is None and bundle is None:
         return DEFAULT_HARDWARE if cluster_name is None else cluster_name

@@ -238,7 +238,9 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     if not groups:
         return request
     if not offered(request.base):
-        raise RecipeError("--recompute-operators: this model has no group of operators that is known to free memory")
+        raise RecipeError(
+            "--recompute-operators: this model has no group of operators whose recomputation is known to free memory"
+        )
     if request.swaps:
         raise RecipeError(
             "--recompute-operators: the recipe swaps activations and therefore lists layers by number; switch "

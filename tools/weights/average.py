@@ -117,7 +117,8 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     for source in sources:
         if source.form != "MindFormers":
             raise CheckpointError(
-                f"{source.path}: this is {source.form}; only checkpoints of runs (folders iteration_*) can be averaged"
+                f"{source.path}: the form of these weights is {source.form!r}; only checkpoints of runs (folders "
+                "iteration_*) can be averaged"
             )
         source.require_whole()
         if wrong := _difference(_kinds(first), _kinds(source)):

@@ -48,7 +48,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 salvage_option = click.option(
     "--salvage",
     is_flag=True,
-    help="Copy damaged values unchanged instead of refusing them, and record them in the result.",
+    help="Copy damaged values (not finite, or with a wrong checksum) unchanged instead of refusing them, and record "
+    "them in the result.",
 )
 workers_option = click.option(
     "--workers",

@@ -198,13 +198,13 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (bool(fields["multi_latent_attention"]), "multi_latent_attention", "has latent attention only: True"),
         (bool(fields["num_moe_experts"]), "n_routed_experts", "is a mixture of experts"),
         (bool(fields["qk_layernorm"]), "qk_layernorm", "normalises the latents: True"),
-        (not fields["mla_qkv_concat"], "mla_qkv_concat", "is compared by separate projections: False"),
+        (not fields["mla_qkv_concat"], "mla_qkv_concat", "is compared with separate projections: False"),
         (not fields["use_shared_expert_gating"], "use_shared_expert_gating", "does not gate the shared expert: False"),
         (not fields["add_bias_linear"], "add_bias_linear", "has no biases: False"),
         (bool(fields["gated_linear_unit"]), "gated_linear_unit", "has gated layers: True"),
         (fields["hidden_act"] in ("swiglu", "fusedswiglu"), "hidden_act", "computes SwiGLU: 'swiglu'"),
-        (not fields["hidden_dropout"], "hidden_dropout", "has none: 0.0"),
-        (not fields["attention_dropout"], "attention_dropout", "is run without: 0.0"),
+        (not fields["hidden_dropout"], "hidden_dropout", "has no dropout: 0.0"),
+        (not fields["attention_dropout"], "attention_dropout", "is run without dropout: 0.0"),
         (fields["moe_router_score_function"] == "sigmoid", "moe_router_score_function", "scores by 'sigmoid'"),
         (fields["moe_shared_expert_intermediate_size"] == shared > 0, "moe_shared_expert_intermediate_size",
          f"has n_shared_experts x moe_intermediate_size = {shared}, and at least one shared expert"),
@@ -219,7 +219,8 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (fields["position_embedding_type"] in ("rope", "yarn"), "position_embedding_type", "knows 'rope' and 'yarn'"),
         (not plain or fields["rotary_scaling_factor"] in (None, 1, 1.0), "rotary_scaling_factor",
          "scales nothing without YaRN: 1 (MindFormers would scale the softmax)"),
-        (not fields["calculate_per_token_loss"], "calculate_per_token_loss", "means over all tokens: False"),
+        (not fields["calculate_per_token_loss"], "calculate_per_token_loss",
+         "averages the loss over all tokens: False"),
         *_attention_rules(fields),
     ]  # fmt: skip
 
@@ -326,7 +327,8 @@ def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[boo
         (yarn is None or yarn.mscale == 1, "rope_scaling.mscale", "has no word for it beside YaRN's own factor: 1"),
         (not fields["use_contiguous_weight_layout_attention"], "use_contiguous_weight_layout_attention",
          "is converted from a group's query, key and value side by side: False"),
-        (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout", "is run without: 0.0"),
+        (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout",
+         "is run without dropout: 0.0"),
         *_attention_rules(fields),
     ]  # fmt: skip
 

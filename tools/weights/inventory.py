@@ -135,7 +135,7 @@ def salvaged(
     if found and not allowed:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{found[0]}{more}; nothing was written, because a new seal would hide the damage. --salvage copies the "
+            f"{found[0]}{more}; nothing was written, because new checksums would hide the damage. --salvage copies the "
             f"damaged values unchanged and records the damage in the result ({SALVAGED})"
         )
     return found

@@ -69,8 +69,8 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     """
     if source.form != "MindFormers":
         raise CheckpointError(
-            f"{source.path}: this is {source.form}; only checkpoints of runs (folders iteration_*) "
-            f"have adapters to merge"
+            f"{source.path}: the form of these weights is {source.form!r}; only checkpoints of runs (folders "
+            f"iteration_*) have adapters to merge"
         )
     source.require_whole()
     file = recipe or recipe_beside(source)

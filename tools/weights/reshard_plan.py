@@ -302,7 +302,8 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     """
     if source.form != "MindFormers":
         raise CheckpointError(
-            f"{source.path}: this is {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
+            f"{source.path}: the form of these weights is {source.form!r}; give an iteration of a run, such as "
+            "checkpoint/iteration_*"
         )
     source.require_whole()
     refuse_moved(source.stored.folder, View(recipe).keeps_placements)

@@ -254,7 +254,7 @@ def _parts(call: Call) -> list[_Part]:
     if len(ends) != len(key_ends) or falling or not ends or ends[-1] != rows or key_ends[-1] > columns:
         raise ValueError(
             f"{call.name}: actual_seq_qlen {_short(ends)} must rise and end at {rows}, the number of queries; "
-            f"actual_seq_kvlen {_short(key_ends)} must rise and end at {columns}, the number of keys, or before; and "
+            f"actual_seq_kvlen {_short(key_ends)} must rise and end at {columns}, the number of keys, or below; and "
             "both must have equally many entries"
         )
     documents = zip(starts, ends, key_starts, key_ends, strict=True)

@@ -172,7 +172,7 @@ def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
 def test_hosts_that_never_come_are_given_up_at_every_attempt(tmp_path, number):
     both = {"hosts": ("here", "there"), "nodes": 2, "patience": 0.5}
     here = Agent(replace(job(tmp_path, 5), **both))
-    with pytest.raises(TC3Error, match=f"attempt {number}: only here joined within 0.5 s, which is too few"):
+    with pytest.raises(TC3Error, match=f"attempt {number}: only here joined within 0.5 s, which are too few"):
         here.run(number)
 
 

@@ -261,7 +261,7 @@ def test_npus_by_their_pci_address_where_topo_has_no_cores(tmp_path):
 
 
 def test_an_empty_root_is_refused(tmp_path):
-    with pytest.raises(ClusterError, match="does not say which cores it has"):
+    with pytest.raises(ClusterError, match="the cores of this host are unknown"):
         read_host(write(tmp_path, {}))
 
 

@@ -263,7 +263,7 @@ BAD = {  # name -> lines, what the message has after the file
     ),
     "a step of no number": ([{**GOOD, "step": 1.5}], "log.jsonl:1: step: '1.5' must be a whole number"),
     "a step twice": ([GOOD, GOOD], "log.jsonl:2: micro_batch: step 1 has micro-batch 0 twice"),
-    "unlike steps": ([GOOD, {"step": 2, "tokens": [[3] * 16] * 7}], "log.jsonl:2: tokens: layers x experts"),
+    "unlike steps": ([GOOD, {"step": 2, "tokens": [[3] * 16] * 7}], "log.jsonl:2: tokens: this line has"),
     "a missing micro-batch": (
         [GOOD, {**GOOD, "micro_batch": 1}, {**GOOD, "step": 2}],
         "log.jsonl:3: micro_batch: step 2 has 1 micro-batches, but other steps have 2",

@@ -308,7 +308,9 @@ def test_a_mini_of_muon_has_shards_that_muon_takes(workers):
 
 
 def test_a_recipe_that_splits_nothing_is_refused():
-    with pytest.raises(RecipeError, match="--parallel keeps how a recipe splits its model, but this recipe does not"):
+    with pytest.raises(
+        RecipeError, match="--parallel keeps the parallel strategy of a recipe, but this recipe does not"
+    ):
         load_mini(ROOT / "recipes/mini/pretrain.yaml", workers=4)
     with pytest.raises(RecipeError, match="needs a parallel degree above 1 that fits 1 workers"):
         load_mini(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml", workers=1)

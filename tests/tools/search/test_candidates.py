@@ -250,7 +250,7 @@ def test_the_ranking_knows_it():
 
 @pytest.mark.parametrize(
     ("file", "words"),
-    [("telechat3_438b/context_32k", "values of 128 numbers as if"), ("telechat3_36b/pretrain_8k", "outside of MLA")],
+    [("telechat3_438b/context_32k", "values of width 128 as if"), ("telechat3_36b/pretrain_8k", "without MLA")],
 )
 def test_what_mindformers_does_not_compile_is_refused_before_the_search(file, words):
     recipe = load_recipe(f"recipes/{file}.yaml")

@@ -167,7 +167,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
     refuse_other_data(recipe)
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
         raise RecipeError(
-            "plugins.group_aux_loss: the reference computes the load-balancing loss for each sample by itself, not "
+            "plugins.group_aux_loss: Hugging Face's DeepseekV3 computes the load-balancing loss for each sample, not "
             "over an EP group; write False"
         )
     plain = copy.deepcopy(dict(recipe))
@@ -201,8 +201,8 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
             raise RecipeError(
-                f"{'.'.join(LOADER)}.config.{key}: the reference lets tokens attend to the whole sample, also across "
-                "documents; write False"
+                f"{'.'.join(LOADER)}.config.{key}: Hugging Face's DeepseekV3 lets tokens attend to the whole sample, "
+                "also across documents; write False"
             )
     built = convert(View(Recipe(recipe)), load_schema())
     if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:

@@ -361,8 +361,8 @@ def check_alike(golden: Dump, bench: Dump) -> None:
             )
     if len(golden.ranks) != len(bench.ranks):
         raise DataError(
-            f"{golden.folder} has {len(golden.ranks)} rank(s), but {bench.folder} has {len(bench.ranks)}: compare "
-            "pairs them rank by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
+            f"{golden.folder} has {len(golden.ranks)} rank(s), but {bench.folder} has {len(bench.ranks)}: the "
+            "command pairs dumps rank by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
         )
     if golden.ranks != bench.ranks:
         raise DataError(

@@ -251,7 +251,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
             raise DataError(
-                f"{path}: msprobe does not give this name to the file of a kernel's tensor; make the dump again"
+                f"{path}: msprobe gives no file with the tensor of a kernel such a name; make the dump again"
             )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:

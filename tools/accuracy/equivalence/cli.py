@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option(
     "--draws",
     type=Number("rows"),
-    help="Draw this number of parallel layouts at random, and compare each with one process.",
+    help="Draw this number of parallel layouts at random, and compare the training in each with that in one process.",
 )
 @click.option(
     "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the layouts of --draws with this seed."

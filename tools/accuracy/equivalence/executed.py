@@ -265,7 +265,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
     if noted and len(run.shares) != len(run.steps):
-        raise DataError(f"{run_dir / NOTES}: the file lacks the last rank's gradient of {noted} for some steps")
+        raise DataError(f"{run_dir / NOTES}: the folder lacks the last rank's gradient of {noted} for some steps")
     shutil.rmtree(checkpoints)
     return run
 
@@ -285,7 +285,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     if not steps or steps[0]["learning_rate"] != 0:
         metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
         raise DataError(
-            f"{metrics}: the learning rate of the first step is not 0, so no checkpoint holds the starting weights"
+            f"{metrics}: the learning rate of the first step is not 0, so the first checkpoint does not hold the "
+            "starting weights"
         )
     folders = iterations(run_dir / "checkpoint")[::-1]
     if [iteration(folder) for folder in folders] != list(range(1, len(steps) + 1)):

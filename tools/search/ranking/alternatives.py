@@ -93,7 +93,8 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name == "dual_pipe":
             raise RecipeError(
-                "--schedule dual_pipe: this schedule holds the model twice and cannot be searched; choose dual_pipe_v"
+                "--schedule dual_pipe: this schedule keeps two copies of the model and cannot be searched; choose "
+                "dual_pipe_v"
             )
         if name not in (*ALWAYS, *OTHERS):
             known = [ALL, *ALWAYS, *OTHERS]

@@ -94,7 +94,7 @@ def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
     [
         ({"n_routed_experts": 7}, ("expert_parallel_4_global", "executed_moe_ep2"), "7 "),
         ({"num_attention_heads": 3}, ("executed_tp2",), "3 heads cannot be divided over 2"),
-        ({"moe_router_enable_expert_bias": False}, ("executed_moves_ep2",), "the router counts its tokens only if"),
+        ({"moe_router_enable_expert_bias": False}, ("executed_moves_ep2",), "counts the tokens of each expert only if"),
     ],
 )
 def test_a_strategy_that_the_model_cannot_have_is_no_failure(monkeypatch, tmp_path, keys, names, why):

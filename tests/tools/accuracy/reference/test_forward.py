@@ -86,7 +86,7 @@ def test_what_a_recipe_leaves_out_has_mindformers_defaults():
     plain = on_one_worker(recipe, 2)
     assert plain["callbacks"] == [{"type": "MFLossMonitor"}] and hyper_of(plain, 2).betas == (0.9, 0.999)
     del recipe["lr_schedule"]["learning_rate"]
-    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: this key is missing; write "):
+    with pytest.raises(RecipeError, match=r"^lr_schedule\.learning_rate: the key is missing; write "):
         hyper_of(recipe, 2)
 
 
@@ -136,7 +136,9 @@ def test_what_it_cannot_say_is_refused_by_key(key, value):
 
 def test_documents_are_refused():
     recipe = load(RECIPES / "mini" / "pretrain_eod.yaml", (), None, 20)
-    with pytest.raises(RecipeError, match=r"config\.reset_attention_mask: the reference lets tokens attend"):
+    with pytest.raises(
+        RecipeError, match=r"config\.reset_attention_mask: Hugging Face's DeepseekV3 lets tokens attend"
+    ):
         reference_sizes(on_one_worker(recipe, 20))
 
 
@@ -144,7 +146,8 @@ def test_the_auxiliary_loss_of_a_group_is_refused():
     recipe = load(RECIPES / "mini" / "pretrain_ep4.yaml", (), None, 20)
     recipe["plugins"]["group_aux_loss"] = True
     with pytest.raises(
-        RecipeError, match=r"plugins\.group_aux_loss: the reference computes the load-balancing loss for each sample"
+        RecipeError,
+        match=r"plugins\.group_aux_loss: Hugging Face's DeepseekV3 computes the load-balancing loss for each sample",
     ):
         on_one_worker(recipe, 20)
 
@@ -173,7 +176,9 @@ def test_learning_rates():
 def test_other_optimizers_are_refused():
     recipe = load_recipe(MINI)
     recipe["optimizer"]["type"] = "Muon"
-    with pytest.raises(RecipeError, match=r"optimizer\.type: the reference knows only AdamW, not 'Muon'"):
+    with pytest.raises(
+        RecipeError, match=r"optimizer\.type: the training of Hugging Face's DeepseekV3 supports only AdamW, not 'Muon'"
+    ):
         hyper_of(recipe, 2)
     with pytest.raises(RecipeError, match=r"lr_schedule\.type"):
         rate({"type": "PolynomialWithWarmUpLR", "learning_rate": 1.0}, 0)

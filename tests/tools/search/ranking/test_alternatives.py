@@ -50,9 +50,11 @@ def test_a_schedule_that_runs_is_written(tmp_path, schedule):
 def test_one_that_is_simulated_only_is_shown_and_not_written(tmp_path):
     result = run("--schedule", "zb_v")
     assert result.exit_code == 0
-    assert "simulated only: of V-shaped pipelines MindSpore has zero_bubble_v only" in " ".join(result.stdout.split())
+    assert "simulated only: the only V-shaped pipeline that MindSpore has is zero_bubble_v" in " ".join(
+        result.stdout.split()
+    )
     overlay = tmp_path / "best.yaml"
-    with pytest.raises(RecipeError, match="no recipe can ask for --schedule zb_v: of V-shaped pipelines"):
+    with pytest.raises(RecipeError, match="no recipe can ask for --schedule zb_v: the only V-shaped"):
         run("--schedule", "zb_v", "--write", overlay)
     assert not overlay.exists()
 
