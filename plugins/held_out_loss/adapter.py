@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from itertools import islice
 
 import numpy as np
 from mindformers.dataset import causal_language_model_dataset as stock_dataset
@@ -40,6 +41,7 @@ from plugins.held_out_loss.plan import (
     held_out_loader,
     of_instructions,
     weigh,
+    whole_batches,
 )
 from plugins.lines import Span, append_line, note
 from plugins.lora.plan import frozen
@@ -100,19 +102,20 @@ class HeldOutLoss(Callback):
         batches: the distribution of a step's samples over the ranks.
         every: the number of steps between evaluations.
         run_dir: the run's folder.
+        samples: the number of samples to read from each corpus; None for all samples.
         ramped: whether `plugins.batch_ramp` prepares the network for another number of samples than an evaluation has.
     """
 
     ramped = False
 
-    def __init__(self, data_loaders, names, columns, batches, every, run_dir, ramped=False, **kwargs):
+    def __init__(self, data_loaders, names, columns, batches, every, run_dir, samples=None, ramped=False, **kwargs):
         super().__init__()
         self.ramped = ramped
         self.every, self.run_dir, self.names = every, run_dir, names
         self.path = held_out_file(run_dir)
         self.micro, ranks = batches.micro, get_real_group_size()
         self.share = batches.share_of(get_real_rank(), ranks)
-        self.corpora = [self._read(loader, columns, batches.read) for loader in data_loaders]
+        self.corpora = [self._read(loader, columns, batches, samples) for loader in data_loaders]
         tokens = [
             [float(counted(dict(zip(columns, batch, strict=True)))) for batch in corpus] for corpus in self.corpora
         ]
@@ -121,17 +124,19 @@ class HeldOutLoss(Callback):
         self.weights, self.corpus_weights = weigh(tokens)
         self.last_step = None
 
-    def _read(self, data_loader, columns, samples):
+    def _read(self, data_loader, columns, batches, samples):
         shard, shards = BaseDataset._generate_shard_info()
         loader = build_dataset_loader(
             data_loader, default_args={"column_names": columns, "num_shards": shards, "shard_id": shard}
         )
-        read = loader.batch(samples, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
-        batches = [tuple(np.array(column) for column in batch) for batch in read]
+        # a shard is as long as the longest, and repeats samples for that
+        whole = whole_batches(samples, loader.source_len, batches.samples)
+        rows = loader.batch(batches.read, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
+        read = [tuple(np.array(column) for column in batch) for batch in islice(rows, whole)]
         if not stock_dataset._use_compressed_eod_mask(data_loader):
-            return batches
+            return read
         # attention sees the samples of a micro-batch as one sequence, so the ends of documents count through them
-        joined = (stock_dataset.asl_batch_wrapper(*batch, None, micro_batch_num=self.micro) for batch in batches)
+        joined = (stock_dataset.asl_batch_wrapper(*batch, None, micro_batch_num=self.micro) for batch in read)
         return [(*columns, np.stack(ends)) for *columns, ends in joined]
 
     def on_train_begin(self, run_context):
@@ -247,5 +252,6 @@ def enable(config, settings) -> None:
         "batches": batches,
         "every": ours.every,
         "run_dir": config.output_dir,
+        "samples": samples,
         "ramped": bool(ramp_of(config, batches.samples).stages),
     })  # fmt: skip

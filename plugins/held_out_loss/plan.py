@@ -184,6 +184,17 @@ def counted(batch: Mapping[str, np.ndarray]) -> int:
     return int(mask.sum())
 
 
+def whole_batches(asked: int | None, there: int, samples: int) -> int:
+    """Return the number of batches that an evaluation reads, each with as many samples as a training step.
+
+    Args:
+        asked: the number of samples to read; None for all.
+        there: the number of samples in the corpus; Megatron's loader may have more than it was asked for.
+        samples: the number of samples in the step of all ranks.
+    """
+    return min(there if asked is None else asked, there) // samples
+
+
 def weigh(tokens: Sequence[Sequence[float]]) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the weight of each batch in the mean over its corpus, and the weight of each corpus in the mean over all
     tokens.

@@ -222,13 +222,31 @@ def test_batches_are_those_that_training_would_make_of_the_samples(monkeypatch, 
     monkeypatch.setattr(adapter, "build_dataset_loader", data)
     evaluation = object.__new__(HeldOutLoss)
     evaluation.micro = micro
-    found = evaluation._read(section.data_loader, columns, 4)
+    found = evaluation._read(section.data_loader, columns, Batches(4, 4, micro), None)
     trained = dataset_batch_func(section, data())
     wanted = list(trained.create_tuple_iterator(num_epochs=1, output_numpy=True))
     assert len(found) == len(wanted) == 2
     for mine, own in zip(found, wanted, strict=True):
         for one, two in zip(mine, own, strict=True):
             np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("there", [8, 9, 11, 12])
+@pytest.mark.parametrize("asked", [None, 8, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_layout_evaluates_the_same_samples_once(monkeypatch, there, asked, ranks):
+    """A shard of MindSpore's is as long as the longest: it repeats samples if they cannot be divided by the ranks."""
+    rows = [(np.array([i], np.int32),) for i in range(there)]
+    monkeypatch.setattr(
+        adapter, "build_dataset_loader", lambda *_, default_args: GeneratorDataset(rows, shuffle=False, **default_args)
+    )
+    found = []
+    for rank in range(ranks):
+        monkeypatch.setattr(adapter.BaseDataset, "_generate_shard_info", lambda rank=rank: (rank, ranks))
+        evaluation = object.__new__(HeldOutLoss)
+        read = evaluation._read(MindFormerConfig(), ["x"], Batches(4, 4 // ranks), asked)
+        found += [int(row) for (column,) in read for row in column[:, 0]]
+    assert sorted(found) == list(range(min(asked or there, there) // 4 * 4))
 
 
 @pytest.mark.parametrize("wrong", [3, "x", None, [1], {}, {"pipeline_stage": "2"}])

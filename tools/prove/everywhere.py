@@ -1,0 +1,81 @@
+"""This module finds contradictions that remain in whichever dimensions the loose pieces of a graph lie.
+
+If an operator does not allow the spreads of its arguments, but these have loose pieces (pieces of cut tensors whose
+dimension is not known yet), another place of these pieces might make the arguments right. `remains` then types the
+graph again for each place of the first loose piece on the way to the operator. The graph is certainly wrong if every
+place leads to a contradiction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+from tools.prove.spread import Dim, Spread, placements
+from tools.prove.typing import Failure, Typing
+
+DEPTH = 4  # loose pieces, one after another, whose places are tried
+PLACES = 4  # places of one piece; a value with more stays unknown
+Placed = Mapping[int, tuple[Dim, ...]]
+
+
+def remains(typing: Typing, evaluate: Callable[[Typing], object]) -> Failure | None:
+    """Return a failure of a typing that is a contradiction in whichever dimensions its loose pieces lie; None if some
+    places may be right, or if there are too many places to try.
+
+    Args:
+        evaluate: a function that asks a typing for all values that count.
+    """
+    return next((each for each in _unsure(typing) if _everywhere(typing, each, {}, evaluate, DEPTH)), None)
+
+
+def _unsure(typing: Typing) -> list[Failure]:
+    """Return the failures that depend on the places of loose pieces; of many, the first."""
+    causes = {(each.graph, each.number): each for each in typing.failures.values() if each.loose}
+    return [*islice(causes.values(), 2)]
+
+
+def _everywhere(
+    typing: Typing, failure: Failure, placed: Placed, evaluate: Callable[[Typing], object], depth: int
+) -> bool:
+    """Return whether every place of the first loose piece on the way to a failure leads to a contradiction."""
+    name, ways = first_loose(typing, failure)
+    if not depth or not 1 < len(ways) <= PLACES or name in placed:
+        return False
+    for dims in ways:
+        own = {**placed, name: dims}
+        tried = typing.again(own)
+        evaluate(tried)
+        if any(each.contradicts for each in tried.failures.values()):
+            continue
+        if not any(_everywhere(tried, each, own, evaluate, depth - 1) for each in _unsure(tried)):
+            return False
+    return True
+
+
+def first_loose(typing: Typing, failure: Failure) -> tuple[int, Sequence[tuple[Dim, ...]]]:
+    """Return the identifier of the first tensor on the way to a failure that has loose pieces over its axes, and the
+    dimensions of this tensor for each place in which these pieces may lie; (0, []) if there is no such tensor.
+    """
+    frame = next(
+        each for each in typing.frames if each.name == failure.graph and each.values.get(failure.number) == failure
+    )
+    todo, seen = [(frame, failure.number)], set[tuple[int, int]]()
+    while todo:
+        own, number = todo.pop()
+        seen.add((id(own), number))
+        before = [
+            (each, place)
+            for each, place in typing.before(own, typing.graph.graphs[own.name][number])
+            if _is_loose(each.values.get(place), failure.loose)
+        ]
+        todo += [(each, place) for each, place in before if (id(each), place) not in seen]
+        value = own.values[number]
+        if isinstance(value, Spread) and not before:
+            return own.names[number], list(dict.fromkeys(one.dims for one in islice(placements(value), PLACES + 1)))
+    return 0, []
+
+
+def _is_loose(value: object, axes: frozenset[str]) -> bool:
+    members = value if isinstance(value, list) else [value]
+    return any(isinstance(each, Spread) and each.loose & axes for each in members)
