@@ -16,7 +16,7 @@ from tools.prove.typing import Failure, Typing
 
 DEPTH = 4  # loose pieces, one after another, whose places are tried
 PLACES = 4  # places of one piece; a value with more stays unknown
-Placed = Mapping[int, tuple[Dim, ...]]
+Settled = Mapping[tuple[str, int], tuple[Dim, ...]]  # graph and operator -> the dimensions of its result
 
 
 def remains(typing: Typing, evaluate: Callable[[Typing], object]) -> Failure | None:
@@ -36,14 +36,14 @@ def _unsure(typing: Typing) -> list[Failure]:
 
 
 def _everywhere(
-    typing: Typing, failure: Failure, placed: Placed, evaluate: Callable[[Typing], object], depth: int
+    typing: Typing, failure: Failure, settled: Settled, evaluate: Callable[[Typing], object], depth: int
 ) -> bool:
     """Return whether every place of the first loose piece on the way to a failure leads to a contradiction."""
-    name, ways = first_loose(typing, failure)
-    if not depth or not 1 < len(ways) <= PLACES or name in placed:
+    operator, ways = first_loose(typing, failure)
+    if not depth or not 1 < len(ways) <= PLACES or operator in settled:
         return False
     for dims in ways:
-        own = {**placed, name: dims}
+        own = {**settled, operator: dims}
         tried = typing.again(own)
         evaluate(tried)
         if any(each.contradicts for each in tried.failures.values()):
@@ -53,9 +53,10 @@ def _everywhere(
     return True
 
 
-def first_loose(typing: Typing, failure: Failure) -> tuple[int, Sequence[tuple[Dim, ...]]]:
-    """Return the identifier of the first tensor on the way to a failure that has loose pieces over its axes, and the
-    dimensions of this tensor for each place in which these pieces may lie; (0, []) if there is no such tensor.
+def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequence[tuple[Dim, ...]]]:
+    """Return the first operator (graph and number) on the way to a failure whose result has loose pieces over the axes
+    of the failure, and the dimensions of this result for each place in which these pieces may lie; no dimensions if
+    there is no such operator.
     """
     frame = next(
         each for each in typing.frames if each.name == failure.graph and each.values.get(failure.number) == failure
@@ -72,8 +73,9 @@ def first_loose(typing: Typing, failure: Failure) -> tuple[int, Sequence[tuple[D
         todo += [(each, place) for each, place in before if (id(each), place) not in seen]
         value = own.values[number]
         if isinstance(value, Spread) and not before:
-            return own.names[number], list(dict.fromkeys(one.dims for one in islice(placements(value), PLACES + 1)))
-    return 0, []
+            ways = dict.fromkeys(one.dims for one in islice(placements(value), PLACES + 1))
+            return (own.name, number), [*ways]
+    return ("", 0), []
 
 
 def _is_loose(value: object, axes: frozenset[str]) -> bool:

@@ -24,6 +24,7 @@ from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
 from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
+from tools.prove.everywhere import remains
 from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
@@ -201,11 +202,22 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     failures, asked = typing.failures, len(typing.asked)
     causes = {(each.graph, each.number): each for each in failures.values()}
     told += [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
+    if not told and (wrong := remains(typing, lambda tried: _ask(tried, weights))):
+        told.append(
+            f"{typing.name_of(wrong.graph, wrong.number)}: {wrong.why}, and every place leads to a contradiction"
+        )
     missing = Counter(
         typing.graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
     )
     axes = ", ".join(f"{axis} {size}" for axis, size in typing.mesh.sizes.items())
     return Stage(result["rank"], result["stage"], axes, found, told, asked - len(failures), asked, dict(missing))
+
+
+def _ask(typing: Typing, weights: Sequence[str]) -> None:
+    """Let a typing find how the losses and the gradients of all weights are distributed over the ranks."""
+    typing.losses()
+    for name, own in last_sums(typing.graph, typing.ranks_of, weights).items():
+        _by_spread(typing, name, own)
 
 
 def _weight(

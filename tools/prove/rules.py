@@ -24,6 +24,7 @@ from tools.prove.spread import (
     NotKnown,
     Rows,
     Spread,
+    Uncertain,
     Zeros,
     add,
     as_tensor,
@@ -66,7 +67,7 @@ def apply(call: Call) -> Value:
         if error.over is not None and not loose & error.over:  # no place changes what is wrong
             raise
         if loose and not isinstance(error, Certain):  # another place of a piece might be right
-            raise NotKnown(f"{error} (the place of the pieces over {', '.join(sorted(loose))} is uncertain)") from None
+            raise Uncertain(str(error), loose) from None
         raise
 
 

@@ -49,6 +49,19 @@ class NotKnown(TC3Error):
     """This error means that no rule says how the result of an operator is distributed over the ranks."""
 
 
+class Uncertain(NotKnown):
+    """This error means that an operator does not allow the spreads of its arguments, but might allow them if their
+    loose pieces (pieces of cut tensors whose dimension is not known yet) lay in other dimensions.
+
+    Args:
+        loose: the axes that cut the arguments into these pieces.
+    """
+
+    def __init__(self, wrong: str, loose: frozenset[str]):
+        super().__init__(f"{wrong} (the place of the pieces over {', '.join(sorted(loose))} is uncertain)")
+        self.loose = loose
+
+
 @dataclass(frozen=True)
 class Block:
     """A `Block` stands for `count` pieces of a cut dimension that an AllGather has put in front of another dimension.

@@ -24,7 +24,7 @@ from tools.prove import moves
 from tools.prove.call import Call, Value, literal
 from tools.prove.mesh import COLLECTIVES, Mesh, Peers
 from tools.prove.rules import RULES, apply, divisor_of
-from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, plain
+from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, Uncertain, plain
 
 ADDED = "accu_grads."
 _WAITS = frozenset(("UpdateState",))  # operators without a value
@@ -44,12 +44,14 @@ class Failure:
         contradicts: whether the operator does not allow the spreads of its arguments; otherwise the spread is unknown.
         graph, number: the operator that caused the failure.
         why: what is wrong or missing at this operator.
+        loose: the axes that cut the arguments into loose pieces, if other places of these might make them right.
     """
 
     contradicts: bool
     graph: str
     number: int
     why: str
+    loose: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Typing:
         parameter: name of a parameter of the root graph -> its spread; it raises `NotKnown` for other names.
         ranks_of: group -> its global ranks, or None if they are unknown.
         received: the spreads of the values that compiled stages send.
+        settled: the dimensions of values with loose pieces, by graph and operator.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Typing:
         ranks_of: Callable[[str], tuple[int, ...] | None],
         peers: Peers,
         received: Mapping[Direction, Spread] | None = None,
+        settled: Mapping[tuple[str, int], tuple[Dim, ...]] | None = None,
     ):
         self.graph, self.mesh, self.parameter, self.peers = graph, mesh, parameter, peers
         self.ranks_of, self.generated = ranks_of, generated_groups(graph)
@@ -133,6 +137,7 @@ class Typing:
         self.added: dict[str, list[Value]] = {}
         self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
+        self.settled = settled or {}
         self.placed: dict[int, tuple[Dim, ...]] = {}  # by the identifier of a value, see `_keep_places`
         self.reshaped: dict[tuple[Any, ...], set[tuple[Dim, ...]]] = defaultdict(set)
 
@@ -194,16 +199,22 @@ class Typing:
             self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
-            if isinstance(found, Spread) and found.loose and name in self.placed:  # it is recomputed
-                here = moves.with_dims(found, self.placed[name])
-                found = replace(here, loose=frozenset()) if here.dims == self.placed[name] else found
+            dims = self.settled.get((frame.name, number), self.placed.get(name))  # of a value that is recomputed
+            if isinstance(found, Spread) and found.loose and dims:
+                here = moves.with_dims(found, dims)
+                found = replace(here, loose=frozenset()) if here.dims == dims else found
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
-            return Failure(isinstance(error, Contradiction), frame.name, number, str(error))
+            loose = error.loose if isinstance(error, Uncertain) else frozenset()
+            return Failure(isinstance(error, Contradiction), frame.name, number, str(error), loose)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form that no rule expects
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def again(self, settled: Mapping[tuple[str, int], tuple[Dim, ...]]) -> Typing:
+        """Return a new `Typing` of the same graph, in which some values with loose pieces have the given dimensions."""
+        return Typing(self.graph, self.mesh, self.parameter, self.ranks_of, self.peers, self.received, settled)
 
     def _to_divide(self, over: frozenset[str], values: Sequence[Value]) -> frozenset[str]:
         """Return the axes of which one may stand for several, if the constants of an operator do not grow evenly.
@@ -265,7 +276,7 @@ class Typing:
         if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
             return
         ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
-        todo, seen, unsure = self._before(frame, node), set[tuple[str, int]](), False
+        todo, seen, unsure = self.before(frame, node), set[tuple[str, int]](), False
         mean = False
         while todo:
             own, number = todo.pop()
@@ -278,11 +289,11 @@ class Typing:
             unsure = unsure or bool(each.calls) or each.op == "Receive"
             if (own.name, number) not in seen:
                 seen.add((own.name, number))
-                todo += self._before(own, each)
+                todo += self.before(own, each)
         if unsure or not mean:  # the gradient comes from another stage or graph
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
-    def _before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
+    def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
         """Return the operators whose values an operator takes, also those of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
         for text in arguments_of(node.head):

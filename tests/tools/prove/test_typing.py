@@ -14,6 +14,7 @@ from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shap
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
+from tools.prove.everywhere import remains
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
 from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
@@ -147,6 +148,34 @@ def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides
         own = Typing(read, mesh_of([("dp", 2)], []), {"inputs0": given}.__getitem__, {}.get, Peers(read, {}))
         for gradient in (5, 8):  # of the value, and of the value that is computed again
             assert (own.of(gradient) == Spread(((4, "dp"), ()))) == stated
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_contradiction_that_remains_wherever_loose_pieces_lie_is_one(tmp_path, whole):
+    """The maximum of each rank's part of the vocabulary is taken for that of the whole, unless the pieces lie in the
+    dimension of one element. A product with a value whose pieces certainly lie in the vocabulary rules that out.
+    """
+    t2, t3, t1 = (f"<Tensor[Float32], ({sizes})>" for sizes in ("4, 8", "4, 1, 8", "4, 1, 1"))
+    pair = f"<Tuple[Tensor[Int64],Tensor[Float32]], TupleShape({t1[18:-1]}, {t1[18:-1]})>"
+    lines = [
+        node(0, "Load(%para1_logits, UMonad[U])", t2, t2),
+        node(1, "Reshape(%0, (I64(4), I64(1), I64(8)))", f"{t2}, <null>", t3),
+        node(2, "PrimFunc_ArgMaxWithValue(%1, I64(2), Bool(1))", f"{t3}, <null>, <null>", pair),
+        node(3, "TupleGetItem(%2, I64(1))", pair, t1),
+        node(4, "PrimFunc_SubExt(%1, %3, I64(1))", f"{t3}, {t1}, <null>", t3),
+        node(5, "PrimFunc_Mul(%4, %para2_other)", f"{t3}, {t3}", t3),
+    ]
+    text = f"subgraph @0_Step(%para1_logits, %para2_other) {{\n{''.join(lines)}}}\n"
+    (tmp_path / "step.ir").write_text(f"# IR entry: @0_Step\n{text}", encoding="utf-8")
+    read = read_graph(tmp_path / "step.ir")
+    given = {"logits": Spread(((4,), ("tp", 8))), "other": Spread(((4,), ("tp",), (8,)))}
+    if whole:
+        given["other"] = Spread(((4,), (), ("tp", 8)))
+    own = Typing(read, mesh_of([("tp", 2)], []), given.__getitem__, {}.get, Peers(read, {}))
+    failed = own.of(5)
+    assert not failed.contradicts and failed.loose == {"tp"} and failed.number == 4
+    remaining = remains(own, lambda tried: tried.of(5))
+    assert remaining == (failed if whole else None)
 
 
 def test_sums_and_maxima_of_a_value_are_two_values():
