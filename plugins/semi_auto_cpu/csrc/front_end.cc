@@ -109,6 +109,7 @@ class FrontEndDone : public mindspore::opt::Pass {
     InlineCalls(graph, manager);
     ForgetLazyInline(manager);
     ForgetTargets(manager);
+    OrderCollectives(graph, manager);
     ReplaceOperators(manager);
     CallHost("{\"event\":\"missing\",\"nodes\":" + Missing(manager) + "}");
     return true;

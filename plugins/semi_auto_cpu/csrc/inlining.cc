@@ -1,10 +1,16 @@
 #include "inlining.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ir/func_graph_cloner.h"
 #include "ir/graph_utils.h"
+#include "ir/scope.h"
 #include "mindspore/include/custom_pass_api.h"
 
 namespace tc3 {
@@ -20,6 +26,9 @@ using mindspore::prim::kPrimMakeTuple;
 using mindspore::prim::kPrimPartial;
 using mindspore::prim::kPrimTupleGetItem;
 using mindspore::prim::kPrimUpdateState;
+
+const std::set<std::string> kCollectives{"AllReduce", "AllGather", "ReduceScatter", "AlltoAll",           "AllToAll",
+                                         "AlltoAllV", "AllToAllV", "Broadcast",     "_MiniStepAllGather", "_MicroStepAllGather"};
 
 // The node behind its Depends; what they wait for goes to `waits`.
 AnfNodePtr WithoutDepends(AnfNodePtr node, AnfNodePtrList *waits = nullptr) {
@@ -140,6 +149,41 @@ void InlineCalls(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
       if (!manager->all_nodes().contains(node)) continue;  // gone with another one
       changed |= WaitForTensors(node, manager) || TakeElement(node, root, manager);
     }
+  }
+}
+
+// The backend chooses an order among nodes that do not depend on each other, by all nodes of a graph: a rank whose graph
+// lacks one (x - 0 is x) may choose another order than its peers. Each then waits in a collective that the other has not
+// reached, because one thread runs them. The order here follows from what is alike on all ranks: how many collectives a
+// collective has to wait for, one after another, and its place in the model. In a pipeline the schedule decides what
+// waits for a Receive, and this order does not know it.
+void OrderCollectives(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
+  std::map<AnfNodePtr, int64_t> levels;
+  std::vector<std::pair<std::tuple<int64_t, std::string, std::string>, CNodePtr>> found;
+  for (const auto &node : NodesOf(root)) {
+    int64_t level = 0;
+    for (const auto &input : node->inputs()) {
+      if (const auto known = levels.find(input); known != levels.end()) level = std::max(level, known->second);
+    }
+    const auto primitive = mindspore::GetValueNode<mindspore::PrimitivePtr>(node->input(0));
+    const std::string name = primitive == nullptr ? "" : primitive->name();
+    if (name == "Receive") return;
+    if (kCollectives.count(name) > 0) {
+      const auto weight = primitive->GetAttr("mirror_user_id");
+      const std::string place = node->scope() == nullptr ? "" : node->scope()->name();
+      const std::string shape = node->abstract() == nullptr ? "" : node->abstract()->BuildShape()->ToString();
+      const std::string what = name + " " + (weight == nullptr ? "" : weight->ToString()) + " " + shape;
+      found.emplace_back(std::make_tuple(level, place, what), node);
+      ++level;
+    }
+    levels[node] = level;
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto &a, const auto &b) { return a.first < b.first; });
+  for (size_t i = 1; i < found.size(); ++i) {
+    const auto &node = found[i].second;
+    const auto given = node->input(1);
+    if (given->abstract() == nullptr || !given->abstract()->isa<mindspore::abstract::AbstractTensor>()) continue;
+    manager->SetEdge(node, 1, WithDepends(given, {found[i - 1].second}, root));
   }
 }
 }  // namespace tc3

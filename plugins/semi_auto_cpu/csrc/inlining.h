@@ -10,5 +10,7 @@
 
 namespace tc3 {
 void InlineCalls(const mindspore::FuncGraphPtr &root, const mindspore::FuncGraphManagerPtr &manager);
+// Lets each collective of a graph without Receives wait for the one before it, in the order that all ranks have.
+void OrderCollectives(const mindspore::FuncGraphPtr &root, const mindspore::FuncGraphManagerPtr &manager);
 }  // namespace tc3
 #endif
