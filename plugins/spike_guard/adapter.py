@@ -50,7 +50,8 @@ def enable(config, settings) -> None:
     """
     chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
     loss_here = has_loss(get_real_rank(), get_real_group_size(), *pipeline_of(config))
-    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here)
+    length = config.model.model_config.seq_length
+    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here, length)
     finite_loss.put_in(config, guard, guard.end)
     callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
@@ -68,12 +69,12 @@ class Guard(Watch):
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
-            has the loss of the run.
+            has the loss of the run; length: the number of tokens of a sample.
     """
 
-    def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool):
+    def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool, length: int):
         super().__init__(1, undefined=undefined)
-        self.settings, self.run_dir, self.has_loss = settings, run_dir, has_loss
+        self.settings, self.run_dir, self.has_loss, self.length = settings, run_dir, has_loss, length
         self.window = Window(settings.window, settings.threshold)
         self.before = read_ledger(run_dir)
         self.ramp = Ramp((), 0)
@@ -96,7 +97,7 @@ class Guard(Watch):
             )
         metrics = Path(self.run_dir) / "metrics" / f"rank_{get_real_rank()}.jsonl"
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        for readings in good_steps(lines, done, self.settings.window):
+        for readings in good_steps(lines, done, self.settings.window, ramp, self.length):
             self._spike(readings)
 
     def see(self, step, losses, norm, overflow, scale):
@@ -112,9 +113,7 @@ class Guard(Watch):
 
     def end(self, saver, step: int, wrong: str) -> None:
         """Write `RUN/skipped.json` if the run is to go back to a checkpoint, and end the run with StoppedError."""
-        entry, words = what_follows(
-            step, wrong, self.before, self.settings, self.ramp.samples_until, self.settings.skipped
-        )
+        entry, words = what_follows(step, wrong, self.before, self.settings, self.ramp, self.settings.skipped)
         if entry is None:
             raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
         add_entry(self.run_dir, entry)
