@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.dataset.blended_datasets.blended_dataset import BlendedDataset
 from mindformers.dataset.dataloader.mock_dataloader import BaseMockDataLoader
@@ -32,7 +31,7 @@ from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
 from plugins.private_hooks import relies_on
-from plugins.spike_guard.ledger import Ranges, add_entry, continued, count, original, read_ledger
+from plugins.spike_guard.ledger import Ranges, add_entry, behind, count, original, read_ledger
 from plugins.spike_guard.plan import KEY, LOADER, Settings, Window, check, good_steps, what_follows
 
 # how many steps are trained, and what a blend goes on with, is worked out here as MindFormers does it
@@ -169,20 +168,6 @@ class Skipping:
             return self.source[sample]
         part, own = self.more[sample - len(self.source)]
         return self.parts[part][own]
-
-
-def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
-    item), and the list of the blend's data sets.
-
-    A dataset that is not a blend has no samples beyond its length.
-    """
-    blend = getattr(source, "source", source)  # of attention_balance's view
-    parts = getattr(blend, "datasets", [])
-    if not parts or not wanted:
-        return np.empty((0, 2), np.int64), parts
-    counts = np.bincount(np.asarray(blend.dataset_index), minlength=len(parts))
-    return continued(blend.weights, counts.tolist(), [len(part) for part in parts], wanted), parts
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
