@@ -1,7 +1,5 @@
-"""These tests check what counts as a spike, and what the guard does about it.
-The guard in MindFormers' monitors and loader, driven without a training; with one, see tests/training.
-
-Which samples a run trains without some, held against the list that a person would write.
+"""These tests check what counts as a spike, what the guard does about it without a training (with one, see
+tests/training), and which samples a run trains without some, held against the list that a person would write.
 """
 
 import json
@@ -229,8 +227,7 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
     assert read_ledger(tmp_path) == entries and [path.name for path in tmp_path.iterdir()] == ["skipped.json"]
     assert samples_of(entries) == ((3, 4), (12, 21))
     ledger_file(tmp_path).write_text('{"skipped": [{"step": 1}]}')
-    words = r"skipped\.json: this is not a ledger of left-out samples: it lacks 'first'; restore"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=r"skipped\.json: this is not a ledger of left-out samples: it lacks 'first'"):
         read_ledger(tmp_path)
 
 
@@ -301,16 +298,16 @@ class Guarded(Training):
     """A training after four steps whose losses were about 1."""
 
     def __init__(self, folder, **settings):
-        self.guard = Guard(
-            Settings(**{"window": 4, "rollbacks": 1, **settings}), str(folder), (), has_loss=True, length=1
-        )
+        chosen = Settings(**{"window": 4, "rollbacks": 1, **settings})
+        self.guard = Guard(chosen, str(folder), (), has_loss=True, length=32)
         super().__init__(self.guard, folder)
         self.monitor = _beginning(finite_loss._watching(Beginning, self.guard, self.guard.end), self.guard)()
 
-    def begin(self, folder, losses=(1.0, 1.02, 0.98, 1.0)):
+    def begin(self, folder, losses=(1.0, 1.02, 0.98, 1.0), batch=8):
         metrics = folder / "metrics" / "rank_0.jsonl"
         metrics.parent.mkdir(exist_ok=True)
-        lines = [{"step": step, "loss": loss, "global_norm": 1.0} for step, loss in enumerate(losses, 1)]
+        every = {"global_norm": 1.0, "tokens": 32 * batch}
+        lines = [{"step": step, "loss": loss, **every} for step, loss in enumerate(losses, 1)]
         metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
         self.monitor.on_train_begin(self)
 
@@ -319,8 +316,7 @@ def test_a_spike_after_a_resume_is_judged_by_the_steps_before_it_and_leaves_a_le
     training = Guarded(tmp_path)
     training.begin(tmp_path)
     training.step(1, norm=1.1)
-    words = r"^spike: step 7: global norm 9 is .*; going back to before step 7, without"
-    with pytest.raises(StoppedError, match=words):
+    with pytest.raises(StoppedError, match=r"^spike: step 7: global norm 9 is .*; going back to before step 7,"):
         training.step(3, norm=9.0)
     (entry,) = read_ledger(tmp_path)
     assert (entry.step, entry.samples) == (7, ((48, 56),))
@@ -330,6 +326,9 @@ def test_without_enough_steps_before_it_a_spike_is_none(tmp_path):
     training = Guarded(tmp_path)
     training.begin(tmp_path, losses=(1.0, 1.0))
     training.step(1, norm=9.0)
+    training.begin(tmp_path, losses=(8.0,) * 4 + (1.0, 1.02, 0.98, 1.0), batch=4)  # of as many samples as four steps
+    with pytest.raises(StoppedError, match=r"loss 5 is .* above 0\.9877, which the last 4 good"):
+        training.step(1, loss=5.0)
 
 
 def test_what_is_not_finite_goes_back_at_once_and_at_last_gives_up_with_the_way_on(tmp_path):
@@ -413,8 +412,7 @@ def test_data_that_ends_is_told_how_much_is_left():
     plain = [*range(10)]
     assert spare_of(plain, ((2, 4),), 6, 100) == 2 and len(Skipping(plain, ((2, 4),))) == 8
     check_enough(plain, ((2, 4),), 8)
-    words = r"without the 2 samples that are left out, the data has only 8 of the 9 samples that"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=r"without the 2 samples that are left out, the data has only 8 of the 9 s"):
         check_enough(plain, ((2, 4),), 9)
 
 
