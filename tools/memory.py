@@ -30,7 +30,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
 from tools.estimate.memory.loaded import Even, judge
-from tools.estimate.memory.model import StageMemory, all_stages, exchanged, peak_memory
+from tools.estimate.memory.model import STATIC, StageMemory, all_stages, exchanged, peak_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
 from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
@@ -195,7 +195,7 @@ def _flat(nested: Mapping[str, Any], callbacks: Sequence[Any], path: tuple[str |
     return found
 
 
-_PARTS = ("weights", "state", "accumulated", "gathered", "activations", "working", "buffers", "peak")
+_PARTS = (*STATIC, "activations", "working", "buffers", "peak")
 _LEGEND = (
     "weights and Adam's state in fp32; accumulated: gradients; gathered: weights as they compute; activations: kept for"
     " backward; working: what one pass needs on top; buffers: of communication; peak: the fullest moment, in a pass or"

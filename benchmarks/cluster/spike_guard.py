@@ -17,6 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from plugins.batch_ramp.plan import Ramp  # noqa: E402
 from plugins.finite_loss.plan import NORM  # noqa: E402
 from plugins.spike_guard.plan import (  # noqa: E402
     Settings,
@@ -88,7 +89,8 @@ def found(window: int, threshold: float) -> None:
 
 def recorded(file: Path, settings: Settings) -> None:
     """Print how often the guard would have raised an alarm in the recorded steps of a run."""
-    steps = good_steps(file.read_text(encoding="utf-8").splitlines(), sys.maxsize, sys.maxsize)
+    lines, everything = file.read_text(encoding="utf-8").splitlines(), Ramp((), sys.maxsize)
+    steps = good_steps(lines, sys.maxsize, sys.maxsize, everything, 1)
     for size in sorted({16, 32, settings.window}):
         window, largest = Window(size, np.inf), -np.inf
         for step in steps:

@@ -25,6 +25,7 @@ from tools.files.atomic import write_atomically
 Verdict = Literal["ok", "warn", "fail", "unknown"]
 WORST: Sequence[Verdict] = ("fail", "unknown", "warn", "ok")
 GO, GO_WITH, NO_GO = "go", "go with", "no go"
+NO_SUBJECT = "no_subject"  # in the evidence of a check: the recipe has nothing that the check could judge
 
 
 @dataclass(frozen=True)
@@ -258,13 +259,14 @@ def verdict(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
     """Return "go", "go with", or "no go", and a line for each finding that is not ok, the worst finding first.
 
     The verdict is "no go" if a check failed, or if an essential check could not be judged or is not among the outcomes.
+    An essential check of which the recipe has no subject, such as parallelism on one device, prevents no run.
     """
     wanting = [(item, one.check) for one in outcomes for item in one.findings if item.verdict != "ok"]
     absent = [check for check in HOUR_CHECKS if check.name not in {one.check for one in outcomes}]
     wanting += [(Finding("unknown", check.name, "the results do not hold this check"), check.name) for check in absent]
     wanting.sort(key=lambda pair: WORST.index(pair[0].verdict))
     lines = [line_of(check, item) for item, check in wanting]
-    told = {one.check for one in outcomes if one.told}
+    told = {one.check for one in outcomes if one.told or one.evidence.get(NO_SUBJECT)}
     if any(one.verdict == "fail" for one in outcomes) or any(
         check.essential and check.name not in told for check in HOUR_CHECKS
     ):

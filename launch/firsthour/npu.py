@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch.firsthour.checks import Finding, Outcome
+from launch.firsthour.checks import NO_SUBJECT, Finding, Outcome
 from launch.firsthour.hour import Found, Hour, ask, output
 from launch.firsthour.trainings import ALL_STEPS, SAVE, STEPS, judge_curves, rank_counts
 from launch.firsthour.variants import Variant, variants_of
@@ -152,7 +152,7 @@ class NpuHour(Hour):
         """
         if self.view.devices == 1:
             why = "the recipe is for one device and has no parallelism, so that nothing was compared"
-            return [Finding("ok", "parallel", why)], {"rows": []}
+            return [Finding("unknown", "parallel", why)], {"rows": [], NO_SUBJECT: True}
         until = time.monotonic() + seconds
         rows: list[dict[str, Any]] = []
         one = self.losses("one", 1)

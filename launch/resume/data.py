@@ -121,7 +121,7 @@ def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
         known = last if own is None else normal(own)
         done = ramp.samples_until(step) if ramp.stages or not batch else step * batch
         late = [entry for entry in entries if not same_until(done, known, normal([*known, *entry.samples]))]
-        return f"holds samples of step {min(entry.first for entry in late)}, which spiked" if late else None
+        return f"holds samples of step {min(late, key=lambda each: each.samples).first}, which spiked" if late else None
 
     return why
 

@@ -26,6 +26,7 @@ from mindspore.dataset import GeneratorDataset
 from plugins.attention_balance.plan import LOADER, Schedule, balance, delivery_order, epoch_plan, schedule_of
 from plugins.attention_balance.samples import GPTIndex, blended, check_fits, check_last_tokens, documents_of_items
 from plugins.errors import RecipeError
+from plugins.spike_guard.ledger import Ranges, behind, count
 
 _DOCUMENTS_LOOKED_AT = 16
 
@@ -83,7 +84,8 @@ def enable(config, settings) -> None:
         RecipeError: the settings are wrong, or the plugin cannot work with this recipe or gains nothing.
         DataError, RecipeError: the recipe's masks do not fit the documents; raised later, when the data is opened.
     """
-    schedule = schedule_of({**config, "plugins": {"attention_balance": settings}}, os.environ)
+    plugins = {**(config.get("plugins") or {}), "attention_balance": settings}
+    schedule = schedule_of({**config, "plugins": plugins}, os.environ)
     config.train_dataset.data_loader.schedule = schedule
     MindFormerRegister.register_cls(BalancedMegatronDataLoader, MindFormerModuleType.DATASET_LOADER, alias=LOADER)
 
@@ -101,7 +103,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
     Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 
     Raises:
-        RecipeError: a sample has more documents than its compressed mask holds.
+        RecipeError: a sample that is trained has more documents than its compressed mask holds.
         DataError: the documents of the corpus do not end with the EOD token of the recipe.
     """
     parts = getattr(source, "datasets", [source])
@@ -110,13 +112,33 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
         _check_ends(part)
     layout = schedule.layout
     trained = layout.steps(samples) * layout.batch
-    if schedule.eod_pad_length is not None:
-        documents = _of_items(source, [documents_of_items(index) for index in indices])
-        check_fits(documents[:trained], schedule.eod_pad_length, layout.batch, schedule.padding)
     costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices])[:trained]
     plan = epoch_plan(costs, layout)
+    order = np.concatenate([delivery_order(plan, schedule.gathered), np.arange(trained, len(source))])
+    if schedule.eod_pad_length is not None:
+        of_parts = [documents_of_items(index) for index in indices]
+        more = behind(source, count(schedule.skipped))[0]
+        documents = np.append(_of_items(source, of_parts), [of_parts[part][item] for part, item in more])
+        items = trained_items(order, trained, schedule.skipped, len(documents))
+        check_fits(documents[items], schedule.eod_pad_length, layout.batch, schedule.padding, items)
     _report(costs, plan, schedule)
-    return np.concatenate([delivery_order(plan, schedule.gathered), np.arange(trained, len(source))])
+    return order
+
+
+def trained_items(order: np.ndarray, trained: int, skipped: Ranges, available: int) -> np.ndarray:
+    """Return the items that a run trains, int64 [up to `trained`]: without `skipped`, items further behind take the
+    places of those that are left out.
+
+    Args:
+        order: see `order_of`; trained: how many samples the run trains; skipped: as in `Schedule`.
+        available: the number of items, of which those behind the end of `order` follow in their own order.
+    """
+    if not skipped:
+        return np.arange(trained)  # in the order of the data, as `tc3 data imbalance` counts them; steps stay the same
+    stays = np.ones(available, bool)
+    for first, stop in skipped:
+        stays[first:stop] = False
+    return np.append(order, np.arange(len(order), available))[stays][:trained]
 
 
 def index_of(dataset: Any) -> GPTIndex:

@@ -14,11 +14,7 @@ Such a window changes training: the set of samples of a step, and so its gradien
 order. Each sample is still trained exactly once in its window of steps.
 
 The second half of the module reads `plugins.attention_balance` of a recipe, and the other keys of the recipe that the
-plugin needs (`check`, `schedule_of`, `layout_of`). The module needs only NumPy. Each sample is still trained exactly
-once in its window.
-
-The second half reads `plugins.attention_balance` of a recipe, and what the plugin takes from the rest of the recipe
-(`check`, `schedule_of`, `layout_of`). NumPy only.
+plugin needs (`check`, `schedule_of`, `layout_of`). The module needs only NumPy.
 """
 
 from __future__ import annotations
@@ -35,6 +31,8 @@ from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import Section, count_at, graph_mode_only, section_at, setting, value_at
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.ledger import Ranges
 
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
 KEY = "plugins.attention_balance"
@@ -248,7 +246,8 @@ class Schedule:
     """A `Schedule` holds the data that a loader needs to put its samples in balanced order.
 
     layout: how a step is divided; cost: the cost of a sample; gathered: as in `plan.delivery_order`;
-    eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding.
+    eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding;
+    skipped: the places in the balanced order that `plugins.spike_guard` leaves out.
     """
 
     layout: Layout
@@ -256,6 +255,7 @@ class Schedule:
     gathered: bool
     eod_pad_length: int | None
     padding: int = 0
+    skipped: Ranges = ()
 
 
 def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
@@ -276,6 +276,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
             f"{KEY}.per_pair",
         )
     data = section_at(recipe, "train_dataset.data_loader.config")
+    guard = value_at(recipe, spike_guard.KEY)
+    left_out = spike_guard.Settings.look(guard)[0] if guard not in (None, False) else None
     own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
     return Schedule(
         layout,
@@ -283,6 +285,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
         gathered=layout.micro_batches > 1 and not own,
         eod_pad_length=_eod_pad_length(data) if data.get("create_compressed_eod_mask") else None,
         padding=_padding(recipe),
+        skipped=left_out.skipped if left_out else (),
     )
 
 

@@ -331,7 +331,9 @@ def padding_under(context_parallel: int, algorithm: str) -> int:
     return int(context_parallel > 1 and algorithm != "ulysses_cp")
 
 
-def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: int = 0) -> None:
+def check_fits(
+    documents: np.ndarray, eod_pad_length: int, batch: int, padding: int = 0, items: np.ndarray | None = None
+) -> None:
     """Refuse a compressed attention mask that has too few entries for the documents of one of the trained samples.
 
     With `eod_pad_length` + 1 documents MindFormers 1.9.0 silently drops the end of the last document (attention runs
@@ -341,6 +343,7 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: 
         documents: [samples], the number of documents of each sample, in the order of training. batch: the number of
             samples in a step.
         padding: the number of entries that must stay padding (`padding_under`).
+        items: [samples], the numbers of the samples in the data; None: they are trained in this order.
 
     Raises:
         RecipeError: a sample has too many documents; the message names the first such sample, the largest one, and a
@@ -349,13 +352,14 @@ def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int, padding: 
     over = np.flatnonzero(documents + padding > eod_pad_length)
     if len(over):
         first, largest = int(over[0]), int(documents.argmax())
+        named = np.arange(len(documents)) if items is None else items
         least = f"{documents[largest] + padding:.0f} or more"
         if padding:
             least += ", which is one more than its documents, because context parallelism needs the last entry"
         raise RecipeError(
             f"{CONFIG}.eod_pad_length: {eod_pad_length} is not enough for the {documents[first]:.0f} documents of "
-            f"sample {first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many "
-            f"documents, and sample {largest} has the most: write {least}"
+            f"sample {named[first]} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many "
+            f"documents, and sample {named[largest]} has the most: write {least}"
         )
 
 

@@ -89,6 +89,7 @@ def _add_callback(config, ours: Settings, kind: str, devices: int, samples: Ramp
         "nodes": _nodes(config),
         "rate": _rate(model),
         "samples": samples,
+        "batches": ramp_of(config, division_of(config).full),
         "pairs": model.seq_length * model.num_experts_per_tok,
         "layers": model.num_hidden_layers,
         "run_dir": config.output_dir,

@@ -76,17 +76,19 @@ class ExpertBalance(ExpertMigrateCallback):
         settings: `plugins.expert_balance.settings.Settings`.
         devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, over which plans balance
             the load first. samples: `Ramp` of the samples in a rank's micro-batch, which grow with `plugins.batch_ramp`
-            if a rank's step is one batch. pairs: the number of (token, expert) pairs of one sample.
+            if a rank's step is one batch. batches: `Ramp` of the samples in a step of all ranks. pairs: the number of
+            (token, expert) pairs of one sample.
         rate: the amount by which the routers' biases move in a step.
         layers: the number of decoder layers of the model; MTP layers are numbered after them.
         run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
     """
 
     def __init__(
-        self, settings, devices, nodes, rate, samples, pairs, layers, run_dir, checkpoint, save_path, **kwargs
+        self, settings, devices, nodes, rate, samples, batches, pairs, layers, run_dir, checkpoint, save_path, **kwargs
     ):
         self.settings, self.devices, self.nodes = settings, devices, nodes
-        self.samples, self.pairs, self.decoder, self.rate = samples, pairs, layers, rate
+        self.samples, self.batches, self.pairs = samples, batches, pairs
+        self.decoder, self.rate = layers, rate
         self.run_dir, self.file = run_dir, load_file(run_dir)
         self.before = record.file_of(checkpoint, save_path, run_dir)
         self.prediction = Prediction(settings.memory)
@@ -198,7 +200,7 @@ class ExpertBalance(ExpertMigrateCallback):
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
         missing, copies = "", self.held[None][:0]
         if not self.ranks.rank:
-            records, missing = record.carry_over(self.before, self.file, self.done, form)
+            records, missing = record.carry_over(self.before, self.file, self.done, form, self._pairs_of_step)
             for loads in record.loads(records, form):
                 self.prediction.see(loads)
             for each in records:
@@ -215,6 +217,9 @@ class ExpertBalance(ExpertMigrateCallback):
                 "plugins.expert_balance: %s: experts move by what is known, and not as they would have without the "
                 "interruption; the losses stay the same", missing
             )  # fmt: skip
+
+    def _pairs_of_step(self, step):
+        return self.batches.batch_at(step) * self.pairs
 
     def _last_copies(self, records):
         """Return the copies [1, layers, D x spare] with which the run continued after its last step, or [0, ...] if

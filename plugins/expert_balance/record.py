@@ -23,6 +23,8 @@ from plugins.errors import DataError, refuse_unknown
 from plugins.expert_balance.copies import NOTHING, loads_with
 from plugins.lines import append_line, read_steps
 
+_ROUNDED = 1e-5  # relative: loads are counted as shares, in float32
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -284,16 +286,21 @@ def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str |
     return load_file(Path(os.path.realpath(checkpoint)).parent.parent)
 
 
-def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:
+def carry_over(
+    source: Path, own: Path, step: int, form: tuple[int, int, int], pairs: Callable[[int], int]
+) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
-    another layout or cannot be read. If `source` is the file `own` itself and its records cannot be used, the file is
-    renamed, and a new one begins.
+    another layout or global batch, or cannot be read. If `source` is the file `own` itself and its records cannot be
+    used, the file is renamed, and a new one begins. (In another global batch a step number is another place in the
+    data.)
 
     Args:
         form: devices, layers and experts of this run.
+        pairs: how many (token, expert) pairs each step of this run routes in a layer, by the number of the step.
 
     Returns:
-        The records, and a text about the earlier steps that are missing; "" if none is.
+        The records, and a text about the earlier steps that are missing; "" if none is. A record that begins later than
+        the run lacks nothing: the run did not know those loads before the resume either.
     """
     try:
         records, missing = read(source, until=step) if step else [], ""
@@ -301,10 +308,13 @@ def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -
         records, missing = [], str(error)
     if records and (records[0].devices, *records[0].tokens.shape) != form:
         records, missing = [], f"{source}: other devices, layers or experts than this run has"
+    if any(not math.isclose(int(each.tokens[0].sum()), pairs(each.step), rel_tol=_ROUNDED) for each in records):
+        records, missing = [], f"{source}: the steps have another global batch than those of this run"
     if missing and source == own and own.exists() and own.stat().st_size:  # nobody can make these records again
         names = (f"{own.stem}_until_step_{step}{again}.jsonl" for again in chain([""], (f"_{n}" for n in count(2))))
         own.rename(next(path for path in map(own.with_name, names) if not path.exists()))
-    absent = sorted({*range(1, step + 1)} - {record.step for record in records})
+    first = records[0].step if records else 1
+    absent = sorted({*range(first, step + 1)} - {record.step for record in records})
     if absent and not missing:
         missing = f"{source}: the file has no record of {len(absent)} of the steps up to {step}, such as {absent[0]}"
     if records or own.exists():

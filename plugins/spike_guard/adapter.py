@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.dataset.blended_datasets.blended_dataset import BlendedDataset
 from mindformers.dataset.dataloader.mock_dataloader import BaseMockDataLoader
@@ -32,7 +31,7 @@ from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
 from plugins.private_hooks import relies_on
-from plugins.spike_guard.ledger import Ranges, add_entry, continued, count, original, read_ledger
+from plugins.spike_guard.ledger import Ranges, add_entry, behind, count, original, read_ledger
 from plugins.spike_guard.plan import KEY, LOADER, Settings, Window, check, good_steps, what_follows
 
 # how many steps are trained, and what a blend goes on with, is worked out here as MindFormers does it
@@ -50,7 +49,8 @@ def enable(config, settings) -> None:
     """
     chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
     loss_here = has_loss(get_real_rank(), get_real_group_size(), *pipeline_of(config))
-    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here)
+    length = config.model.model_config.seq_length
+    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), loss_here, length)
     finite_loss.put_in(config, guard, guard.end)
     callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
@@ -68,12 +68,12 @@ class Guard(Watch):
 
     Args:
         settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
-            has the loss of the run.
+            has the loss of the run; length: the number of tokens of a sample.
     """
 
-    def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool):
+    def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool, length: int):
         super().__init__(1, undefined=undefined)
-        self.settings, self.run_dir, self.has_loss = settings, run_dir, has_loss
+        self.settings, self.run_dir, self.has_loss, self.length = settings, run_dir, has_loss, length
         self.window = Window(settings.window, settings.threshold)
         self.before = read_ledger(run_dir)
         self.ramp = Ramp((), 0)
@@ -96,7 +96,7 @@ class Guard(Watch):
             )
         metrics = Path(self.run_dir) / "metrics" / f"rank_{get_real_rank()}.jsonl"
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        for readings in good_steps(lines, done, self.settings.window):
+        for readings in good_steps(lines, done, self.settings.window, ramp, self.length):
             self._spike(readings)
 
     def see(self, step, losses, norm, overflow, scale):
@@ -112,9 +112,7 @@ class Guard(Watch):
 
     def end(self, saver, step: int, wrong: str) -> None:
         """Write `RUN/skipped.json` if the run is to go back to a checkpoint, and end the run with StoppedError."""
-        entry, words = what_follows(
-            step, wrong, self.before, self.settings, self.ramp.samples_until, self.settings.skipped
-        )
+        entry, words = what_follows(step, wrong, self.before, self.settings, self.ramp, self.settings.skipped)
         if entry is None:
             raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
         add_entry(self.run_dir, entry)
@@ -170,20 +168,6 @@ class Skipping:
             return self.source[sample]
         part, own = self.more[sample - len(self.source)]
         return self.parts[part][own]
-
-
-def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
-    """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
-    item), and the list of the blend's data sets.
-
-    A dataset that is not a blend has no samples beyond its length.
-    """
-    blend = getattr(source, "source", source)  # of attention_balance's view
-    parts = getattr(blend, "datasets", [])
-    if not parts or not wanted:
-        return np.empty((0, 2), np.int64), parts
-    counts = np.bincount(np.asarray(blend.dataset_index), minlength=len(parts))
-    return continued(blend.weights, counts.tolist(), [len(part) for part in parts], wanted), parts
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:

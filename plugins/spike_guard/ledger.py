@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,20 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
         found.append((chosen, int(taken[chosen])))
         taken[chosen] += 1
     return np.array(found, np.int64).reshape(-1, 2)
+
+
+def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
+    """Return up to `wanted` samples that follow the last sample of a blend, as int64 [n, 2] of (number of the data set,
+    item), and the list of the blend's data sets.
+
+    A dataset that is not a blend has no samples beyond its length.
+    """
+    blend = getattr(source, "source", source)  # of attention_balance's view
+    parts = getattr(blend, "datasets", [])
+    if not parts or not wanted:
+        return np.empty((0, 2), np.int64), parts
+    counts = np.bincount(np.asarray(blend.dataset_index), minlength=len(parts))
+    return continued(blend.weights, counts.tolist(), [len(part) for part in parts], wanted), parts
 
 
 @dataclass(frozen=True)

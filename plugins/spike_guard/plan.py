@@ -17,18 +17,19 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from plugins.batch_ramp.plan import Ramp
 from plugins.errors import RecipeError
 from plugins.finite_loss.plan import NORM
 from plugins.lines import Newest
 from plugins.robust import deviation
 from plugins.settings import WATCHES, Section, graph_mode_only, setting, value_at
-from plugins.spike_guard.ledger import Entry, Ranges, normal, originals
+from plugins.spike_guard.ledger import Entry, Ranges, count, normal, originals
 
 SPIKE = "spike: "  # begins the reason
 NO_MORE = "does not go back again (plugins.spike_guard.rollbacks)"  # is in the reason of a run that is given up
@@ -193,16 +194,22 @@ class Window:
         return None
 
 
-def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
+def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: int) -> list[dict[str, float | None]]:
     """Return the losses and norms of the last steps up to step `done`, read from the lines of RUN/metrics/rank_N.jsonl,
     to fill a `Window` of `size` steps. The returned steps are the fewest that hold `size` values of the loss and of the
     norm, but at most ten times `size` steps.
 
     The lines of a resumed run, which begin with a header, replace the lines of the steps that the run repeats. Steps
-    whose gradients overflowed are left out, as a `Guard` leaves them out during training.
+    whose gradients overflowed are left out, as a `Guard` leaves them out during training. Steps before a resume with
+    another global batch have other numbers, so the steps are compared by their samples. A norm of a step with more
+    samples than the next step is None, because the mean of more gradients has less noise, and so a smaller norm.
+
+    Args:
+        ramp: how many samples the steps of the run have now; length: the number of tokens of a sample.
     """
-    steps: dict[int, dict[str, float | None]] = {}
-    newest = Newest()
+    steps: list[tuple[int, dict[str, float | None]]] = []  # (tokens until the step's end, its values)
+    newest, start = Newest(), None
+    now = ramp.batch_at(done + 1) * length
     for line in lines:
         try:
             record = json.loads(line)
@@ -211,12 +218,20 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
         if newest.is_late(record):
             continue
         if "start_step" in record:
-            steps = {step: old for step, old in steps.items() if step <= record["start_step"]}
+            start = record["start_step"]  # the next line says in which batch this number counts
         elif "step" in record:
-            steps.pop(record["step"], None)
+            own = None if ramp.stages else record.get("tokens")  # with a ramp steps keep their numbers
+            counted = (
+                Ramp((), own) if own else Ramp(tuple((end, n * length) for end, n in ramp.stages), ramp.full * length)
+            )
+            before = record["step"] - 1 if start is None else min(start, record["step"] - 1)
+            begin, start = counted.samples_until(before), None
+            while steps and steps[-1][0] > begin:
+                steps.pop()
             if not record.get("overflow"):
-                steps[record["step"]] = {"loss": record.get("loss"), NORM: record.get("global_norm")}
-    good = [steps[step] for step in sorted(steps) if step <= done]
+                norm = None if own and own > now else record.get("global_norm")
+                steps.append((counted.samples_until(record["step"]), {"loss": record.get("loss"), NORM: norm}))
+    good = [values for end, values in steps if end <= ramp.samples_until(done) * length]
     held = ([place for place, each in enumerate(good) if _judged(each[name])][-size:] for name in JUDGED)
     first = min((places[0] for places in held if places), default=len(good))
     return good[max(first, len(good) - _MOST * size) :]
@@ -228,33 +243,49 @@ def _judged(value: float | None) -> bool:
 
 
 def what_follows(
-    step: int,
-    wrong: str,
-    before: Sequence[Entry],
-    settings: Settings,
-    trained: Callable[[int], int],
-    skipped: Ranges,
+    step: int, wrong: str, before: Sequence[Entry], settings: Settings, ramp: Ramp, skipped: Ranges
 ) -> tuple[Entry | None, str]:
     """Return the consequence of a spike at `step`: the ledger entry with the samples to leave out, and a sentence about
     this entry.
 
     Args:
-        wrong: a description of the spike; before: the spikes after which this run has gone back; trained: the samples
-            of the first steps, by their number; skipped: the samples that are already left out.
+        wrong: a description of the spike; before: the spikes after which this run has gone back; ramp: how many samples
+            the steps of the run have; skipped: the samples that are already left out.
 
     Returns:
         The first value is None, and the second one says why, if the run does not go back to a checkpoint.
     """
-    again = any(entry.step == step for entry in before)
-    other = f"; step {step} spiked before, with other samples: they are not the cause" if again else ""
-    near = sum(abs(entry.step - step) <= settings.window for entry in before)
+    places = [steps_of(entry, ramp) for entry in before]
+    same = [entry for entry, place in zip(before, places, strict=True) if step in place]
+    other = f"; step {step} spiked before{_as_step(same[-1], step)}" if same else ""
+    other += ", with other samples: they are not the cause" if same else ""
+    near = sum(place[0] - settings.window <= step <= place[-1] + settings.window for place in places)
     if near >= settings.rollbacks:
         often = f"{near} time{'s' * (near > 1)} within {settings.window} steps"
         return None, f"{SPIKE}{wrong}{other}; the run has gone back {often}, and {NO_MORE}"
     first = max(step - settings.skip + 1, 1)
-    samples = originals(trained(first - 1), trained(step), skipped)
+    samples = originals(ramp.samples_until(first - 1), ramp.samples_until(step), skipped)
     steps = f"step {step}" if first == step else f"steps {first} to {step}"
     return (
         Entry(step, first, wrong + other, samples),
         f"{SPIKE}{wrong}{other}; going back to before step {first}, without the samples of {steps}",
     )
+
+
+def _as_step(entry: Entry, step: int) -> str:
+    """Return in words which step, counted in another global batch, the step of an earlier spike was."""
+    return "" if entry.step == step else f" (as step {entry.step} of another global batch)"
+
+
+def steps_of(entry: Entry, ramp: Ramp) -> range:
+    """Return the steps that train the place in the data at which the run had the spike `entry`. This is the step of the
+    spike itself, unless the run was resumed with another global batch since.
+
+    Args:
+        ramp: how many samples the steps of the run have now.
+    """
+    left, steps = count(entry.samples), entry.step - entry.first + 1
+    if ramp.samples_until(entry.step) - ramp.samples_until(entry.first - 1) == left:
+        return range(entry.step, entry.step + 1)
+    batch = left // steps  # without a ramp all steps of an entry have the same number of samples
+    return range(ramp.steps_of((entry.step - 1) * batch) + 1, ramp.steps_of(entry.step * batch - 1) + 2)

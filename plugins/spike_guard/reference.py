@@ -12,6 +12,23 @@ def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
     return [sample for sample in range(total) if sample not in out]
 
 
+def standing_steps(trainings: Iterable[tuple[int, int, int]], done: int) -> list[tuple[int, int]]:
+    """Return the steps that trained the first `done` samples of a run, in order, as pairs (number of the training,
+    index of the step in it).
+
+    Args:
+        trainings: for each start of the workers, the number of samples that its checkpoint had trained, the samples of
+            a step, and the number of steps.
+    """
+    owner: dict[int, tuple[int, int]] = {}
+    for number, (begin, batch, steps) in enumerate(trainings):
+        owner = {sample: step for sample, step in owner.items() if sample < begin}
+        for index in range(steps):
+            first = begin + index * batch
+            owner.update(dict.fromkeys(range(first, first + batch), (number, index)))
+    return list(dict.fromkeys(owner[sample] for sample in range(done) if sample in owner))
+
+
 def spreads_above(value: float, good: Sequence[float], least: float) -> float:
     """Return how many robust standard deviations log `value` lies above the trend of log `good`, computed by sorting;
     see `plan.spreads_above`.

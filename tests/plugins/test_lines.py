@@ -9,6 +9,7 @@ import pytest
 
 from launch.run.msrun import ROOT
 from launch.workers.metrics import RecordingLossMonitor, metrics_file
+from plugins.batch_ramp.plan import Ramp
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import ATTEMPT, Newest, Span, append_line, as_span, note, read_steps, spans_file
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
@@ -72,7 +73,7 @@ def test_what_a_worker_of_an_earlier_attempt_appends_late_is_left_out(tmp_path, 
     assert {step: each["loss"] for step, each in found.steps.items()} == {1: 1.0, 2: 2.0, 3: 2.0}
     assert found.start_step == 1 and [len(part) for part in read_parts(path)] == [2, 2]
     lines = path.read_text().splitlines()
-    assert [each["loss"] for each in good_steps(lines, 9, 9)] == [1.0, 2.0, 2.0]
+    assert [each["loss"] for each in good_steps(lines, 9, 9, Ramp((), 8), 1)] == [1.0, 2.0, 2.0]
     assert [(line["step"], line.get("loss")) for _, line in evidence._lines(path) if "step" in line][-1] == (3, 2.0)
 
 

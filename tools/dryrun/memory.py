@@ -28,11 +28,10 @@ from tools.dryrun.graph_text import Pass, most_saved, waiting
 from tools.estimate.configuration import Configuration
 from tools.estimate.loads import Loads
 from tools.estimate.memory.loaded import Even, Judged, judge
-from tools.estimate.memory.model import exchange_of, updating
+from tools.estimate.memory.model import IN_WORDS, UPDATED, exchange_of, updating
 from tools.estimate.memory.room import DOES_NOT_FIT, NO_LIMIT, UNKNOWN, Room, fit_between
 from tools.estimate.memory.time_line import (
     KEPT,
-    UPDATED,
     WORKING,
     Bytes,
     Owner,
@@ -284,16 +283,16 @@ def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0
 
 
 _MEND = {  # part of memory -> its name, and the keys that make it smaller
-    "weights": ("weights", "parallel.enable_parallel_optimizer: True shards them"),
-    "state": ("optimizer state", "parallel.enable_parallel_optimizer: True shards it over data_parallel"),
-    "accumulated": ("accumulated gradients", "a larger parallel_config.expert_parallel or, without a pipeline, "
+    "weights": (IN_WORDS["weights"], "parallel.enable_parallel_optimizer: True shards them"),
+    "state": (IN_WORDS["state"], "parallel.enable_parallel_optimizer: True shards it over data_parallel"),
+    "accumulated": (IN_WORDS["accumulated"], "a larger parallel_config.expert_parallel or, without a pipeline, "
                     "parallel.parallel_optimizer_config.gradient_accumulation_shard: True makes them smaller"),
-    "gathered": ("gathered weights",
+    "gathered": (IN_WORDS["gathered"],
                  "a larger parallel_config.expert_parallel, model_parallel or pipeline_stage makes them fewer"),
     "saved": ("kept activations", "recompute_config.recompute: True, or a larger model_parallel or context_parallel"),
     "working": ("activations in a pass",
                 "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size"),
-    "update": ("divided gradients", "parallel.enable_parallel_optimizer: True shards them over data_parallel"),
+    "update": (IN_WORDS["update"], "parallel.enable_parallel_optimizer: True shards them over data_parallel"),
 }  # fmt: skip
 
 

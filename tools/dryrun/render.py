@@ -13,11 +13,12 @@ from rich.table import Table
 
 from tools.dryrun.memory import at_fullest, is_update
 from tools.dryrun.report import BETWEEN, INSIDE
+from tools.estimate.memory.model import IN_WORDS, STATIC
 from tools.estimate.memory.room import known_errors
 from tools.files.figure import new_figure, save_figure
 from tools.hardware.units import GIB
 
-_COLUMNS = ("weights", "state", "accumulated", "gathered", "saved", "working")
+_COLUMNS = (*STATIC, "saved", "working")
 _OWNERS = 4  # of a peak
 _SHOWN = 3  # lines of traffic a stage
 
@@ -220,13 +221,10 @@ def _traffic(report: Mapping[str, Any]) -> Table:
 
 
 _PARTS = {
-    "weights": "weights",
-    "state": "optimizer state",
-    "accumulated": "accumulated gradients",
-    "gathered": "gathered weights",
+    **{part: IN_WORDS[part] for part in STATIC},
     "saved": "kept activations (estimate)",
     "working": "alive in a pass (estimate)",
-    "update": "divided gradients (estimate)",
+    "update": f"{IN_WORDS['update']} (estimate)",
 }
 
 

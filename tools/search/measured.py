@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import DataError
+from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import UNKNOWN, Efficiency, cluster, efficiency_of, known_error
 from tools.estimate.memory.room import known_errors, write_errors
 from tools.estimate.published.calibrate import Calibration, calibrate, cluster_text
@@ -183,11 +184,8 @@ def calibrate_command(
         if recipe is None:
             raise click.UsageError(f"{measured}: name the recipe of the profiled run: --recipe RECIPE.yaml")
         with Progressing("fitting"):
-            seen = study(measured, run_of(recipe, overrides), steps)
-            if cluster_name is None and seen.profile.device != "CPU":
-                cluster_name = DEFAULT_HARDWARE
-            profiled, content, called = fitted(seen, cluster_name, like, out.stem)
-        write_atomically(out, file_text(content, out.stem, profiled, seen.profile, called))
+            seen, profiled, text = _of_profile(measured, run_of(recipe, overrides), steps, cluster_name, like, out.stem)
+        write_atomically(out, text)
         if as_json:
             click.echo(json.dumps({**profiled.as_json(), "notes": seen.profile.notes, "path": str(out)}))
         else:
@@ -198,11 +196,9 @@ def calibrate_command(
         raise click.UsageError(
             f"{measured}: --recipe, --set and --steps can be given only if MEASURED is the folder of a profile"
         )
-    cluster_name = cluster_name or DEFAULT_HARDWARE
     with Progressing("fitting"):
-        start = start_of(cluster_name, like)
-        found = calibrate(read_rows(measured), cluster_name, start)
-    write_atomically(out, cluster_text(cluster_name, out.stem, found, measured.name))
+        start, found, text = _of_rows(measured, cluster_name, like, out.stem)
+    write_atomically(out, text)
     if as_json:
         click.echo(json.dumps({**asdict(found), "path": str(out)}))
     else:
@@ -219,18 +215,36 @@ def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: s
         DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.
     """
     if measured.is_dir():
-        seen = study(measured, run_of(recipe, ()), None)
-        start = DEFAULT_HARDWARE if cluster_name is None and seen.profile.device != "CPU" else cluster_name
-        profiled, content, called = fitted(seen, start, None, name)
+        seen, profiled, text = _of_profile(measured, run_of(recipe, ()), None, cluster_name, None, name)
         words = f"{len(profiled.fitted)} efficiencies fitted to a step of {seen.profile.step.seconds:.4g} s"
-        return file_text(content, name, profiled, seen.profile, called), f"{words} in {seen.profile.source}"
-    start = DEFAULT_HARDWARE if cluster_name is None else cluster_name
-    found = calibrate(read_rows(measured), start, start_of(start, None))
+        return text, f"{words} in {seen.profile.source}"
+    _, found, text = _of_rows(measured, cluster_name, None, name)
     off = [100 * sum(abs(pair[at]) for pair in found.errors.values()) / len(found.errors) for at in (0, 1)]
     words = f"{len(found.fitted)} efficiencies fitted to {len(found.errors)} measured steps of {measured}"
-    return cluster_text(
-        start, name, found, measured.name
-    ), f"{words}: off by {off[0]:.1f} % before, {off[1]:.1f} % after"
+    return text, f"{words}: off by {off[0]:.1f} % before, {off[1]:.1f} % after"
+
+
+def _of_profile(
+    folder: Path, config: Configuration, steps: int | None, cluster_name: str | None, like: str | None, name: str
+) -> tuple[Study, Fit, str]:
+    """Return what a profile shows of a run, the fit to it, and the text of the cluster file called `name`. The fit
+    starts with the efficiencies of `cluster_name`, by default those of the default cluster, or of the host itself for a
+    profile of a CPU.
+    """
+    seen = study(folder, config, steps)
+    start = DEFAULT_HARDWARE if cluster_name is None and seen.profile.device != "CPU" else cluster_name
+    found, content, called = fitted(seen, start, like, name)
+    return seen, found, file_text(content, name, found, seen.profile, called)
+
+
+def _of_rows(file: Path, cluster_name: str | None, like: str | None, name: str) -> tuple[Efficiency, Calibration, str]:
+    """Return the efficiencies with which the fit to measured steps starts, the fit, and the text of the cluster file
+    called `name`.
+    """
+    start = cluster_name or DEFAULT_HARDWARE
+    before = start_of(start, like)
+    found = calibrate(read_rows(file), start, before)
+    return before, found, cluster_text(start, name, found, file.name)
 
 
 def _print_profile(found: Fit, seen: Study) -> None:

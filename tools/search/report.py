@@ -25,7 +25,7 @@ from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
 from tools.search.ranking.run import Entry, Found, why_faster
 from tools.search.ranking.uneven import HEADS as UNEVEN
-from tools.search.ranking.uneven import TABLES
+from tools.search.ranking.uneven import TABLES, lowered
 from tools.search.ranking.uneven import words as uneven_words
 from tools.search.request import Request
 
@@ -159,13 +159,14 @@ def under_words(found: Found) -> list[str]:
     """Return lines about the results of the second search, which assumes the mean unevenness of the loads in every
     layer.
     """
+    less = lowered(*found.loads)
     if found.under is None:
-        return []
+        return less
     words = "with the mean max/mean of the loads in every layer, at each expert_parallel"
     if not found.under.entries:
-        return [f"{words}, a second search found no strategy that fits"]
+        return [*less, f"{words}, a second search found no strategy that fits"]
     more = f"; {found.added} layouts of this second search stand in the tables, too" if found.added else ""
-    return [f"{words}: {placed_words(found.under)}{more}"]
+    return [*less, f"{words}: {placed_words(found.under)}{more}"]
 
 
 def lost(found: Found) -> list[str]:

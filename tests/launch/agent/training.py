@@ -183,10 +183,8 @@ class Training(World):
         positions = self.ramp.rows_at(run.step, 0, 1)
         run.samples = run.samples + [original(position, left_out) for position in positions]
         if self.bad & set(run.samples[-len(positions) :]):
-            trained = self.ramp.samples_until
-            entry, words = what_follows(
-                run.step, "loss is NaN", read_ledger(self.folder), self.settings, trained, left_out
-            )
+            before = read_ledger(self.folder)
+            entry, words = what_follows(run.step, "loss is NaN", before, self.settings, self.ramp, left_out)
             assert entry, words
             add_entry(self.folder, entry)
             return {"outcome": "failed", "cause": "spike", "message": words}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.firsthour import npu
-from launch.firsthour.checks import judged
+from launch.firsthour.checks import GO_WITH, HOUR_CHECKS, Finding, judged
+from launch.firsthour.checks import verdict as verdict_of
 from launch.firsthour.collectives import words_of
 from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour, hour_of
@@ -206,8 +207,11 @@ def test_a_recipe_for_one_device_is_not_compared_with_itself(tmp_path):
     (tmp_path / "r.yaml").write_text(f"base_config: {R36}\nparallel_config: {degrees}\n")
     hour = NpuHour(tmp_path / "r.yaml", tmp_path / "work")
     assert hour.counts == [] and hour.commands()["parallel"] == []
-    ((found,), _) = hour.parallel(60, {})
-    assert found.verdict == "ok" and "has no parallelism, so that nothing was compared" in found.seen
+    ((found,), evidence) = hour.parallel(60, {})
+    assert found.verdict == "unknown" and "has no parallelism, so that nothing was compared" in found.seen
+    rest = [judged(one.name, [Finding("ok", one.name, "")], {}) for one in HOUR_CHECKS if one.name != "parallel"]
+    word, (line,) = verdict_of([*rest, judged("parallel", [found], evidence)])
+    assert word == GO_WITH and line.startswith("unknown parallel: ")
 
 
 def test_a_plan_for_several_nodes_names_the_first_one_as_master(tmp_path):

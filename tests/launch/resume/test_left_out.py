@@ -90,6 +90,10 @@ def test_checkpoints_of_another_global_batch_are_judged_by_their_samples(tmp_pat
         (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
         said = None if batch * step <= 96 else "holds samples of step 7, which spiked"
         assert why(folder, step) == said, (batch, step)
+    write_ledger(tmp_path, [Entry(7, 7, "", ((96, 112),)), Entry(11, 11, "", ((80, 88),))])  # then with 8 samples
+    assert skipped.guilty(recipe, tmp_path)(tmp_path / "8_14", 14) == "holds samples of step 11, which spiked", (
+        "the first in the data"
+    )
 
 
 def test_a_guard_that_gives_up_ends_the_run(train, guarded):

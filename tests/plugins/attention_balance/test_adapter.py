@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.plan import LOADER, OWN_BATCHES, Layout, Schedule, delivery_order, epoch_plan
+from plugins.attention_balance.reference import segments_of_tokens
 from plugins.attention_balance.samples import Cost, segments_of
 from plugins.errors import DataError, RecipeError
+from plugins.spike_guard.adapter import Skipping
 from tools.data.index import write_corpus
 from tools.recipe.load import load_recipe
 
@@ -201,6 +203,28 @@ def test_the_compressed_mask_and_its_overflow(adapter, corpora):
     assert source[first][4][-1] < LENGTH, "MindFormers now notices: the check can go"
 
 
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]])
+def test_the_compressed_mask_has_to_hold_the_samples_that_are_trained(adapter, corpora, layout):
+    """The guard leaves samples out; others, from behind the last step, take their places. Each draw is held against the
+    tokens of all samples that are then delivered.
+    """
+    source, random, seen = build(["1", corpora[0]]).source, np.random.default_rng(0), set()
+    trained, schedule = layout.steps(30) * layout.batch, Schedule(layout, COST, layout.micro_batches > 1, None)
+    balanced = adapter.Reordered(source, adapter.order_of(source, 30, schedule))
+    for _ in range(40):
+        first, size = int(random.integers(0, trained)), int(random.integers(1, 20))
+        schedule = replace(schedule, skipped=((first, first + size),))
+        view = Skipping(balanced, schedule.skipped)
+        documents = [len(segments_of_tokens(view[place][0].tolist(), EOD)) for place in range(trained)]
+        most = max(documents)
+        adapter.order_of(source, 30, replace(schedule, eod_pad_length=most))
+        step = documents.index(most) // layout.batch + 1
+        with pytest.raises(RecipeError, match=rf"for the {most} documents of sample \d+ \(step {step}\)"):
+            adapter.order_of(source, 30, replace(schedule, eod_pad_length=most - 1))
+        seen.add(most == max(len(segments_of_tokens(source[item][0].tolist(), EOD)) for item in range(trained)))
+    assert seen == {True, False}, "some draws tell it from a count of the first samples"
+
+
 def test_another_end_of_document_token_is_refused(adapter, corpora):
     with pytest.raises(DataError, match=r"config\.eod: documents of .*first do not end with token 8.*token 7"):
         build(["1", corpora[0]], 0, 2, Schedule(LAYOUTS[0], COST, False, None), eod=8)
@@ -210,9 +234,11 @@ def test_enable_marks_the_training_data_alone(adapter):
     from mindformers import MindFormerConfig
 
     config = MindFormerConfig(**load_recipe(ROOT / "recipes/telechat3_105b/context_128k.yaml"))
+    config.plugins["spike_guard"] = {"skipped": [[64, 96]]}
     adapter.enable(config, {"window": 2, "per_pair": 3, "per_token": 4, "unit": "FLOP"})
     schedule = config.train_dataset.data_loader.schedule
     assert schedule.layout == Layout(1, 32, 1, schedule.layout.objective, window=2)
+    assert schedule.skipped == ((64, 96),)
     assert schedule.eod_pad_length == 1024 and schedule.cost == Cost(3.0, 4.0, "FLOP")
     with pytest.raises(
         RecipeError, match=r"attention_balance\.per_pair: the cost of a sample \(per_pair and per_token\) is missing"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plugins.batch_ramp.plan import Ramp
 from plugins.errors import DataError
 from plugins.expert_balance.copies import NOTHING
 from plugins.expert_balance.plan import Prediction, greedy, imbalance
@@ -130,10 +131,15 @@ def test_no_file_and_an_empty_one_are_refused(tmp_path):
 
 
 FORM = (2, 1, 4)  # devices, layers, experts
+PAIRS = 200
+
+
+def pairs(step):
+    return PAIRS
 
 
 def of_step(step, experts=4):
-    tokens = np.random.default_rng(step).integers(0, 99, (1, experts))
+    tokens = np.random.default_rng(step).multinomial(PAIRS, np.ones(experts) / experts, 1)
     return Record(step, 2, (1,), tokens, np.arange(experts)[None], (None,))
 
 
@@ -147,7 +153,7 @@ def test_records_of_later_steps_are_cut_and_the_prediction_is_that_of_the_steps_
     file = recorded(tmp_path, range(1, 10))
     with file.open("a") as out:
         out.write('{"step": 10, "dev')  # as a killed run leaves it
-    records, missing = carry_over(file, file, 6, FORM)
+    records, missing = carry_over(file, file, 6, FORM, pairs)
     assert missing == "" and [each.step for each in records] == [1, 2, 3, 4, 5, 6]
     assert [each.step for each in read(file)] == [1, 2, 3, 4, 5, 6] and file.read_text().endswith("}\n")
     went, resumed = Prediction(0.8), Prediction(0.8)
@@ -163,7 +169,7 @@ def test_a_run_in_another_folder_takes_the_records_along(tmp_path):
     checkpoint = tmp_path / "old" / "checkpoint" / "iteration_00000006"
     source = file_of(checkpoint, tmp_path / "new" / "checkpoint", tmp_path / "new")
     assert source == load_file(tmp_path / "old")
-    _, missing = carry_over(source, load_file(tmp_path / "new"), 6, FORM)
+    _, missing = carry_over(source, load_file(tmp_path / "new"), 6, FORM, pairs)
     assert missing == "" and [each.step for each in read(load_file(tmp_path / "new"))] == [1, 2, 3, 4, 5, 6]
     assert len(read(source)) == 9, "the other run's file is its own"
 
@@ -179,23 +185,36 @@ def test_a_run_that_goes_on_in_its_folder_reads_its_own(tmp_path):
 )
 def test_what_is_not_known_is_said(tmp_path, steps, words):
     file = recorded(tmp_path, steps)
-    records, missing = carry_over(file, file, 6, FORM)
+    records, missing = carry_over(file, file, 6, FORM, pairs)
     assert words in missing and [each.step for each in records] == steps
 
 
 def test_records_of_another_layout_are_put_aside(tmp_path):
     file = recorded(tmp_path, range(1, 7), experts=8)
-    records, missing = carry_over(file, file, 6, FORM)
+    records, missing = carry_over(file, file, 6, FORM, pairs)
     assert records == [] and "other devices, layers or experts" in missing and not file.exists()
     assert len(read(file.with_name("expert_load_until_step_6.jsonl"))) == 6
     assert loads(records, FORM).shape == (0, 1, 4)
+
+
+def test_records_of_another_global_batch_are_put_aside(tmp_path):
+    """With twice the samples, step 6 is where step 12 was: the records until step 6 are of another place."""
+    file = recorded(tmp_path, range(1, 13))
+    ramped = carry_over(file, tmp_path / "ramped", 12, FORM, Ramp(((20, PAIRS),), 2 * PAIRS).batch_at)
+    assert len(ramped[0]) == 12 and ramped[1] == ""
+    records, missing = carry_over(file, file, 6, FORM, lambda step: 2 * PAIRS)
+    assert records == [] and "the steps have another global batch than those of this run" in missing
+    assert not file.exists() and len(read(file.with_name("expert_load_until_step_6.jsonl"))) == 12
+    file = recorded(tmp_path, range(7, 10))
+    records, missing = carry_over(file, file, 8, FORM, pairs)
+    assert [each.step for each in records] == [7, 8] and missing == "", "the run before knew no more than these"
 
 
 def test_records_that_cannot_be_read_are_put_aside_and_not_removed(tmp_path):
     file = recorded(tmp_path, range(1, 7))
     file.write_text(file.read_text().replace('"step": 2,', '"step": 2.5,'))
     written = file.read_text()
-    records, missing = carry_over(file, file, 6, FORM)
+    records, missing = carry_over(file, file, 6, FORM, pairs)
     assert records == [] and "2.5 is not an integer" in missing and not file.exists()
     assert file.with_name("expert_load_until_step_6.jsonl").read_text() == written
 
@@ -207,15 +226,15 @@ def test_what_was_put_aside_stays_when_it_happens_again(tmp_path):
         file = recorded(tmp_path, range(1, 7))
         file.write_text(file.read_text().replace('"step": 2,', f'"step": 2.{len(written) + 5},'))
         written.append(file.read_text())
-        carry_over(file, file, 6, FORM)
+        carry_over(file, file, 6, FORM, pairs)
     names = ["expert_load_until_step_6.jsonl", "expert_load_until_step_6_2.jsonl", "expert_load_until_step_6_3.jsonl"]
     assert [file.with_name(name).read_text() for name in names] == written
 
 
 def test_a_run_from_the_beginning_begins_its_file(tmp_path):
     file = recorded(tmp_path, range(1, 4))
-    assert carry_over(file, file, 0, FORM) == ([], "") and file.read_text() == ""
-    assert carry_over(file, load_file(tmp_path / "new"), 0, FORM) == ([], "")
+    assert carry_over(file, file, 0, FORM, pairs) == ([], "") and file.read_text() == ""
+    assert carry_over(file, load_file(tmp_path / "new"), 0, FORM, pairs) == ([], "")
     assert not load_file(tmp_path / "new").exists()
 
 

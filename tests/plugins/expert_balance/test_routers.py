@@ -179,8 +179,14 @@ def test_tokens_are_counted_by_the_batch_of_the_step_where_it_grows(monkeypatch,
         "parallel": {"parallel_mode": 0},
         "runner_config": {"batch_size": 4 // ranks},
         "plugins": {"batch_ramp": {"stages": [[1, 2]]}},
+        "model": {"model_config": {"seq_length": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}},
+        "callbacks": [],
     }
-    samples = adapter._rows(MindFormerConfig(**recipe))
+    config = MindFormerConfig(**recipe)
+    samples = adapter._rows(config)
+    adapter._add_callback(config, read_balance({}), "ExpertBalance", 1, samples)
+    given = config.callbacks[0]
+    assert [given["batches"].batch_at(step) * given["pairs"] for step in (1, 2)] == [2 * 8, 4 * 8]
     assert (samples.batch_at(1), samples.batch_at(2)) == rows
 
     def held(values):

@@ -20,7 +20,7 @@ from tools.estimate.published.validate import QUANTITIES, measured_step, predict
 from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
 from tools.profile.study import start_of
-from tools.search.measured import calibrate_command, validate
+from tools.search.measured import calibrate_command, cluster_from, validate
 
 FILE = Path(__file__).parent / "data" / "measurements.yaml"
 SOURCES = yaml.safe_load(FILE.read_text("utf-8"))["rows"]
@@ -418,6 +418,8 @@ def test_the_command(tmp_path):
     found = json.loads(CliRunner().invoke(calibrate_command, [*words, "--force", "--json"]).stdout)
     assert found["efficiency"]["matmul"] == pytest.approx(0.5, rel=0.05)
     assert yaml.safe_load(out.read_text())["name"] == "mine"
+    text, _ = cluster_from(measured, tmp_path / "not_read.yaml", CLUSTER, "mine")
+    assert text == out.read_text(), "tc3 search --from makes the same fit"
 
 
 def test_a_file_with_half_of_the_efficiencies_is_refused(tmp_path):

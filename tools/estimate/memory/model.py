@@ -31,7 +31,12 @@ from tools.estimate.muon import orthogonal
 from tools.model import Weight, weights, with_adapters
 from tools.pipeline.simulate import stage_peaks
 
-_STATIC = ("weights", "state", "accumulated", "gathered")
+UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too; all others are of passes
+STATIC = (*UPDATED, "gathered")  # parts that do not depend on the micro-batch
+IN_WORDS = {
+    **dict(zip(STATIC, ("weights", "optimizer state", "accumulated gradients", "gathered weights"), strict=True)),
+    "update": "divided gradients",
+}
 _LOW, _WIDE = 2, 4  # bytes of a number in half precision and in fp32
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
 
@@ -103,7 +108,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
     """Return the bytes on one device of a stage as (weights, optimizer state, accumulated gradients, gathered
     weights).
     """
-    rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
+    rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
     return held, state, summed, _in_turn(config, stage) if _resharded(config) else gathered
@@ -147,7 +152,7 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
     bytes.
     """
     every, _ = _static_rows(config, stage)
-    found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
+    found = {(part, name): size for name, row in every.items() for part, size in zip(STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
         found["accumulated", SPARE] = spare
     if _resharded(config):
@@ -178,7 +183,7 @@ def exchange_of(slices: Iterable[float], item: int) -> float:
 
 
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
-    """Return module -> bytes of each part of `_STATIC`, computing weights being whole; bytes of the largest one."""
+    """Return module -> bytes of each part of `STATIC`, computing weights being whole; bytes of the largest one."""
     rows: dict[str, list[float]] = {}
     largest = 0.0
     at_once = _at_once(config)
@@ -191,7 +196,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
         waiting = config.shard_weights and config.pp > 1
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
         held = local / shards
-        row = rows.setdefault(module_of_weight(weight.name), [0.0] * len(_STATIC))
+        row = rows.setdefault(module_of_weight(weight.name), [0.0] * len(STATIC))
         trained = 0 if weight.frozen else 1
         state = trained * held * _state(weight, config)
         parts = (held * config.weight_item, state, trained * summed * wide, _computing(weight, config))

@@ -23,7 +23,15 @@ import numpy as np
 
 from plugins.errors import DataError
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory.model import chunk_modules, stage_memory, static_modules, working_of
+from tools.estimate.memory.model import (
+    IN_WORDS,
+    STATIC,
+    UPDATED,
+    chunk_modules,
+    stage_memory,
+    static_modules,
+    working_of,
+)
 from tools.files.atomic import check_writable, write_atomically
 from tools.files.figure import ENDINGS, new_figure, save_figure
 from tools.hardware.units import GIB
@@ -31,8 +39,7 @@ from tools.pipeline.schedules import Op
 from tools.pipeline.simulate import Durations, Simulation, enough, simulate
 
 KEPT, WORKING, BUFFERS, UPDATE = "kept", "working", "buffers", "update"
-PARTS = ("weights", "state", "accumulated", "gathered", KEPT, WORKING, UPDATE, BUFFERS)
-UPDATED = ("weights", "state", "accumulated")  # parts that the update has, too; all others are of passes
+PARTS = (*STATIC, KEPT, WORKING, UPDATE, BUFFERS)
 
 
 class Owner(NamedTuple):
@@ -201,15 +208,8 @@ def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, 
 
 
 FORMS = (*ENDINGS, ".json")
-_NAMES = {
-    "weights": "weights",
-    "state": "optimizer state",
-    "accumulated": "accumulated gradients",
-    "gathered": "gathered weights",
-    UPDATE: "divided gradients",
-    BUFFERS: "communication buffers",
-}
-_STATIC = ("#30506f", "#44739e", "#6f9bc4", "#a9c5df")
+_NAMES = {**IN_WORDS, BUFFERS: "communication buffers"}
+_COLOURS = ("#30506f", "#44739e", "#6f9bc4", "#a9c5df")
 _MOST = 6  # bands of kept activations; the smallest share one
 _KEPT = ("#8c4a1f", "#b8652b", "#d98847", "#eba96f", "#f3c79c", "#f8dfc6")
 _LAST = {WORKING: "#5b8c5a", UPDATE: "#7d6b91", BUFFERS: "#a9c8a4"}
@@ -278,7 +278,7 @@ def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
     activations have a band each, and the other modules share one band, so that the bands add up to the time line.
     """
     found = []
-    for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _STATIC, strict=True):
+    for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _COLOURS, strict=True):
         found.append((_NAMES[part], colour, _sum(line, [o for o in line.owners if o.part == part])))
     kept = sorted((o for o in line.owners if o.part == KEPT), key=lambda owner: -_sum(line, [owner]).max())
     groups = [(f"kept: {owner.module}", [owner]) for owner in kept[: _MOST - 1]]

@@ -179,6 +179,7 @@ class Found:
     unplaced: int = 0  # those of them that were never placed
     cut: bool = False  # a deadline ended a placement: another machine may find another answer
     uneven: list[Uneven] = field(default_factory=list)  # placed layouts and the recipe's under the loads asked for
+    loads: tuple[str, tuple[tuple[int, float], ...]] = ("", ())  # of --loads: as asked for, mean max/mean by EP degree
     under: Found | None = None  # the same search with the mean max/mean of these loads in every layer
     added: int = 0  # entries that come only from `under`
     swapping: Swapping | None = None  # the first layout with swapping as a third choice, where that was asked for
@@ -247,6 +248,7 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
     skews = tuple((ep, loads_of(text, replace(request.base, dp=ep, tp=1, cp=1, ep=ep), True).typical) for ep in sizes)
+    found.loads = text, skews
     if all(ratio == request.base.skew for _, ratio in skews):
         return
     try:

@@ -23,6 +23,7 @@ from tools.estimate.loads import Loads, loads_of
 from tools.estimate.memory.loaded import Judged, judge
 from tools.estimate.memory.room import Room
 from tools.estimate.time_model import TimeModel
+from tools.ranges import is_number
 
 # table or picture -> column -> what it says
 TABLES: dict[str, dict[str, str]] = yaml.safe_load(
@@ -100,6 +101,20 @@ def under(
     loads = loads_of(text, config, of_many=True)
     seconds = times.under(config, loads, simulated=True).total
     return Uneven(name, layout, config, even_s, seconds, loads, judge(config, room, loads))
+
+
+def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
+    """Return a line that says for which EP degrees a smaller max/mean was taken than the requested one, because so few
+    devices cannot have it; return no line if there is none.
+
+    Args:
+        text: the value of `--loads`; skews: the max/mean that was taken at each EP degree.
+    """
+    if not is_number(text) or Path(text).exists():
+        return []
+    taken = [f"{ratio:g} for EP {ep}" for ep, ratio in skews if ratio < float(text)]
+    why = f"--loads {text}: the largest load over the mean is at most the number of devices that share the experts"
+    return [f"{why}: taken is {', '.join(taken)}"] if taken else []
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:

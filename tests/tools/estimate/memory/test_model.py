@@ -10,6 +10,8 @@ from tools.estimate.configuration import Configuration, Recompute, even_layers, 
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.activations import saved
 from tools.estimate.memory.model import (
+    IN_WORDS,
+    STATIC,
     all_stages,
     chunk_activations,
     held_micro_batches,
@@ -373,3 +375,10 @@ def test_muon_has_one_moment_for_a_layers_matrices_in_the_type_of_the_weights():
     assert static_memory(config, 3)[1] == pytest.approx(static_memory(adam, 3)[1] / 2, rel=1e-3)  # norms have two
     ends = static_memory(config, 7)[1] / static_memory(adam, 7)[1]
     assert 0.5 < ends < 0.75  # embedding and output layer have two
+
+
+def test_the_parts_of_the_memory_are_listed_in_one_place():
+    """Four modules listed them, three of them with their names in words."""
+    sources = {path: path.read_text("utf-8") for path in Path("tools").rglob("*.py")}
+    for words in (", ".join(f'"{part}"' for part in STATIC[:3]), *(f'"{IN_WORDS[part]}"' for part in STATIC[2:])):
+        assert [path.name for path, text in sources.items() if words in text] == ["model.py"], words

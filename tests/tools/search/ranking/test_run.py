@@ -16,6 +16,7 @@ from tools.search.candidates import candidate_of
 from tools.search.ranking import run, workers
 from tools.search.ranking.rank import explain_infeasible, rank
 from tools.search.ranking.run import search_under
+from tools.search.ranking.uneven import lowered
 from tools.search.ranking.workers import place_all, screen_one
 from tools.search.report import more_stages, reasons, stage_rows, table_rows
 from tools.search.request import PLANNED
@@ -155,6 +156,15 @@ def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
     monkeypatch.setattr("tools.search.ranking.run.rank", interrupted)
     search_under(found, "1.5", 2, Budget(0.1), TimeModel(asked.hardware), lambda *_: None)
     assert found.entries == before and not found.whole and found.under is None
+    assert any("share the experts: taken is 1 for EP 1" in line for line in reasons(found)), "also without its layouts"
+
+
+def test_a_ratio_that_few_devices_cannot_have_is_named_with_the_one_that_was_taken():
+    words = (
+        "--loads 3: the largest load over the mean is at most the number of devices that share the experts: taken is "
+    )
+    assert lowered("3", ((1, 1.0), (2, 2.0), (4, 3.0))) == [f"{words}1 for EP 1, 2 for EP 2"]
+    assert lowered("3", ((4, 3.0),)) == lowered("spread:0.8", ((1, 1.0), (2, 1.3))) == lowered("", ()) == []
 
 
 @pytest.mark.parametrize(
