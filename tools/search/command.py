@@ -273,6 +273,17 @@ def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[st
     return str(own)
 
 
+def _check_name(overlay: Path) -> None:
+    """Raise an error before long work begins if the next commands would not read a file of this name as a recipe."""
+    from tools.check.check import is_fragment
+    from tools.check.cli import is_left_out
+
+    check_ending(overlay, "--write", (".yaml", ".yml"))
+    if is_left_out(overlay) or is_fragment(str(overlay)):
+        what = "a part of a recipe" if is_fragment(str(overlay)) else "no recipe"
+        raise RecipeError(f"--write {overlay}: tc3 check takes a file of this name for {what}; name another file")
+
+
 def _kept(options: dict[str, Any]) -> Path | None:
     """Return the file beside the overlay that keeps the cluster of --from or --measured; None if there is none."""
     own = options["write"] and (options["measured"] is not None or options["bundle"] is not None)
@@ -299,6 +310,8 @@ def _asked(
     for option, name in {"--write": "write", "--html": "html_file"}.items():
         keep_files_of(path, option, options[name])
     keep_files_of(path, "--write", _kept(options))
+    if options["write"]:
+        _check_name(options["write"])
     keep_existing("--write", options["write"], options["force"])
     if options["html_file"]:
         check_page(options["html_file"])
