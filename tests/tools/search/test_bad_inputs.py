@@ -369,7 +369,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(words, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     words = [os.path.join(ROOT, word) if word == PRETRAIN_4K else word for word in words]
-    target = "file/answer.html" if words[-1] == "--html" else "file/answer.svg"
+    ending = {"--html": "html", "--write": "yaml"}.get(words[-1], "svg")
+    target = f"file/answer.{ending}"
     refused(CliRunner().invoke(search, [*words, target]), f"{target}: this path cannot be written", "is a file")
 
 
