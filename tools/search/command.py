@@ -429,7 +429,10 @@ def _tell(
     failed: list[ValueError] = []
     for option in (option for option in writers if options[option]):
         try:
+            if option == "write":  # another search may have written the file meanwhile
+                keep_existing("--write", options[option], options["force"])
             if option == "write" and kept:
+                keep_existing("--write", kept, options["force"])
                 write_atomically(kept, own_cluster.read_text(encoding="utf-8"))
                 click.echo(f"written: {kept}", err=True)
             writers[option](options[option])
