@@ -217,6 +217,19 @@ def test_a_place_that_cannot_be_written_is_refused_beforehand_and_nothing_is_mad
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("name", ["pipe", "standard output", "link to a pipe"])
+def test_what_is_not_a_file_is_not_replaced_by_one(tmp_path, name):
+    """Root's `--bind-file /dev/stdout`, and `--out /dev/null --force`, left a file in the place of the device."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "standard output").symlink_to("/proc/self/fd/1")
+    (tmp_path / "link to a pipe").symlink_to("pipe")
+    before = [(path.name, path.lstat().st_mode) for path in sorted(tmp_path.iterdir())]
+    for write in (check_writable, lambda path: write_atomically(path, "text")):
+        with pytest.raises(DataError, match=f"{name}: .* cannot be written .it is a .*, not a file"):
+            write(tmp_path / name)
+    assert [(path.name, path.lstat().st_mode) for path in sorted(tmp_path.iterdir())] == before
+
+
 @pytest.mark.parametrize(("name", "words"), [("loop", "leads back to itself"), ("gone", "nothere, which is not there")])
 def test_a_folder_that_is_a_link_to_nowhere_is_refused_before_the_long_work(places, name, words):
     """A search of minutes ended without its report: mkdir refuses what `exists` calls missing."""

@@ -74,7 +74,7 @@ def check(
     if not recipes:
         raise click.UsageError("name at least one recipe, or --schema")
     require_verified()
-    wanted = [recipe for recipe in recipes if recipe.name != CARD and not recipe.name.endswith(LAYOUT)]
+    wanted = [recipe for recipe in recipes if not is_left_out(recipe)]
     with saying(f"{_count(len(wanted))} being checked"):
         reports = [check_recipe(_loaded(recipe, overrides), token_budget, here) for recipe in wanted]
     if build:
@@ -94,6 +94,11 @@ def check(
 def _loaded(recipe: Path, overrides: tuple[str, ...]) -> Recipe:
     """Return the recipe as written, overrides applied: what is wrong with its numbers is a finding."""
     return apply_overrides(read_recipe(recipe), overrides) if overrides else read_recipe(recipe)
+
+
+def is_left_out(path: Path) -> bool:
+    """Return whether a file is not a recipe because its name is that of a card or of a layout file."""
+    return path.name == CARD or path.name.endswith(LAYOUT)
 
 
 def _count(recipes: int) -> str:

@@ -20,14 +20,17 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, not_json
+from plugins.lines import flush
 from tools.data.outputs import HELD_OUT, split_name
 from tools.data.sources import Corpus, Skips, held_out
-from tools.files.atomic import keep_existing, write_atomically
+from tools.files.atomic import atomic_file, keep_existing
+from tools.process.children import uninterrupted
 
 INSTRUCTION = "Say what this Python function does."
 SHORTEST, LONGEST = 12, 300  # characters of an answer
@@ -107,16 +110,32 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
                 f"--input {' '.join(options.corpus.inputs)}: the {split} split of {found.documents} documents has no "
                 "function with a docstring; give Python sources, such as stdlib"
             )
-    for path in stale:
-        path.unlink(missing_ok=True)
     summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
-    for split, path in reversed(files.items()):  # training data last: who finds it, finds what is held out, too
+    texts = {}
+    for split in reversed(files):
         rows = sorted(found.rows[split], key=lambda row: _place(row, options.seed))
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(path, text)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        summary[split] = {"file": str(path), "instructions": len(rows), "sha256": digest}
+        texts[split] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        digest = hashlib.sha256(texts[split].encode()).hexdigest()
+        summary[split] = {"file": str(files[split]), "instructions": len(rows), "sha256": digest}
+    _publish(files, texts, stale)
     return summary
+
+
+def _publish(files: dict[str, Path], texts: dict[str, str], stale: list[Path]) -> None:
+    """Write the files of all splits, and remove the `stale` ones.
+
+    All texts are on the disk before the first file changes. Beside new held-out data, training data of an earlier run
+    would hold rows that are held out now: these training data are removed first, and the new ones get their name last.
+    """
+    with ExitStack() as parts:
+        for split, path in files.items():  # closed in reverse order: the training data last
+            part = parts.enter_context(atomic_file(path))
+            part.write_text(texts[split], encoding="utf-8")
+            flush(part)
+        with uninterrupted():
+            for path in (*stale, *([files["train"]] if HELD_OUT in files else [])):
+                path.unlink(missing_ok=True)
+            parts.close()
 
 
 def _stale_split(options: Options) -> list[Path]:

@@ -136,6 +136,8 @@ def _beside(
     target = Path(path)
     if not target.name:  # "", "." or "/"
         raise DataError(f"{os.fspath(path)!r}: this path cannot be written (it is a folder)")
+    if wrong := _no_file(target):
+        raise DataError(f"{target}: this path cannot be written (it is {wrong})")
     part = part_of(target)
     try:
         make(part)
@@ -148,6 +150,18 @@ def _beside(
             clear(part)
     except OSError as error:
         raise not_written(target, error) from None
+
+
+def _no_file(target: Path) -> str | None:
+    """Return in words what exists at a path if a new file must not replace it: a device such as /dev/null, a pipe, a
+    socket, or a link to an open file such as /dev/stdout. Root may rename a file over each of them, and every later
+    command on this machine would find that file.
+    """
+    if target.is_symlink() and os.readlink(target).startswith("/proc/"):
+        return f"a link to {os.readlink(target)}, not a file"
+    if target.exists() and not target.is_file() and not target.is_dir():
+        return what_is(target)
+    return None
 
 
 def flush_all(part: Path) -> None:
@@ -173,11 +187,12 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise an error before long work begins if the file `path` cannot be written. The check leaves no file behind.
 
     Raises:
-        DataError: `path` is a folder, or its parent is not a folder into which files can be written.
+        DataError: `path` is a folder, a device, a pipe or a socket, or its parent is not a folder into which files can
+            be written.
     """
     target = Path(path).absolute()
-    if target.is_dir():
-        raise DataError(f"{path}: this path cannot be written (it is a folder)")
+    if wrong := "a folder" if target.is_dir() else _no_file(target):
+        raise DataError(f"{path}: this path cannot be written (it is {wrong})")
     above = next(folder for folder in target.parents if os.path.lexists(folder))  # a link that leads nowhere, too
     if not above.is_dir():
         raise DataError(f"{path}: this path cannot be written ({above} is {what_is(above)})")

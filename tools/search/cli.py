@@ -214,6 +214,7 @@ def pipeline(
     if outcome.plan is None:
         click.echo(f"tc3: {instance}: {outcome.why}", err=True)
         sys.exit(1)
+    keep_existing("--out", out, force)  # another command may have written the file meanwhile
     write_atomically(out, json.dumps(solution_json(outcome)) + "\n")
     if not as_json:
         print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))

@@ -5,9 +5,11 @@ wrong input, and 130 if the command was interrupted.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -212,40 +214,44 @@ def space_command(
     from tools.search.ranking.alternatives import BySchedule, add_swapping, search_schedules
     from tools.search.ranking.run import add_loads, search, search_under
 
-    with terminate_as_interrupt(), SpaceProgress() as progress, tempfile.TemporaryDirectory() as folder:
-        try:
-            loaded, request, times = _asked(recipe, cluster_name, limits, Path(folder), options)
-            limit = options["time_limit"]
-            effort = effort_within(options["effort"], "normal", limit / options["top"])
-            budget = Budget(effort, max(limit - _RESERVE, limit / 2))
-            found = search(request, options["top"], budget, times, progress.tell)
-            if options["swapping"]:
-                add_swapping(found, times, budget)
-            others = BySchedule()
-            if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
-                others = search_schedules(request, options["schedules"], budget, times, progress.tell)
-                found.cut, found.whole = found.cut or others.cut, others.whole
-            if options["loads"] is not None and found.whole and found.entries:
-                search_under(found, options["loads"], options["top"], budget, times, progress.tell)
-            if options["loads"] is not None and found.whole and found.entries:
-                placed = {one.schedule: one.entry for one in others.every if one.entry}
-                add_loads(found, options["loads"], times, progress.tell, placed)
-        except KeyboardInterrupt:
-            click.echo("interrupted: nothing found yet", err=True)
-            sys.exit(130)
-    if len(found.ranking.seconds) == 0:
-        _infeasible(request, found.ranking, as_json)
-    found.to_verify = options["verified"] or 0
-    if found.to_verify and found.whole:
-        _verify(loaded, found, options["full"])
-    _tell(found, others, times, loaded, options, as_json)
-    tell_end(found.cut, not found.whole, "")
-    sys.exit(0 if found.entries and not found.unverified else 1)
+    with terminate_as_interrupt(), tempfile.TemporaryDirectory() as folder:
+        own_cluster = Path(folder) / "own.cluster.yaml"
+        with SpaceProgress() as progress:
+            try:
+                loaded, request, times = _asked(recipe, cluster_name, limits, own_cluster, options)
+                limit = options["time_limit"]
+                effort = effort_within(options["effort"], "normal", limit / options["top"])
+                budget = Budget(effort, max(limit - _RESERVE, limit / 2))
+                found = search(request, options["top"], budget, times, progress.tell)
+                if options["swapping"]:
+                    add_swapping(found, times, budget)
+                others = BySchedule()
+                if found.whole and found.entries:  # where 1F1B has no layout, no other schedule is looked at
+                    others = search_schedules(request, options["schedules"], budget, times, progress.tell)
+                    found.cut, found.whole = found.cut or others.cut, others.whole
+                if options["loads"] is not None and found.whole and found.entries:
+                    search_under(found, options["loads"], options["top"], budget, times, progress.tell)
+                if options["loads"] is not None and found.whole and found.entries:
+                    placed = {one.schedule: one.entry for one in others.every if one.entry}
+                    add_loads(found, options["loads"], times, progress.tell, placed)
+            except KeyboardInterrupt:
+                click.echo("interrupted: nothing found yet", err=True)
+                sys.exit(130)
+        if len(found.ranking.seconds) == 0:
+            _infeasible(request, found.ranking, as_json)
+        found.to_verify = options["verified"] or 0
+        if found.to_verify and found.whole:
+            _verify(loaded, found, options["full"])
+        _tell(found, others, times, loaded, own_cluster, options, as_json)
+        tell_end(found.cut, not found.whole, "")
+        sys.exit(0 if found.entries and not found.unverified else 1)
 
 
-def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict[str, Any]) -> str:
-    """Return the cluster's name or file; of --from or --measured a new one, in `folder` or beside the overlay."""
-    measured, bundle, overlay = options["measured"], options["bundle"], options["write"]
+def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[str, Any]) -> str:
+    """Return the cluster's name or file. The cluster of --from or --measured is written to the temporary file `own`: it
+    gets its final name, `_kept`, together with the overlay, so that a search without a result leaves no file.
+    """
+    measured, bundle, kept = options["measured"], options["bundle"], _kept(options)
     if bundle is not None and (measured is not None or cluster_name is not None):
         raise click.UsageError(
             "--measured already gives the cluster; leave out --cluster and --from, or leave out --measured"
@@ -255,22 +261,37 @@ def _cluster(recipe: Path, cluster_name: str | None, folder: Path, options: dict
     from tools.measured import measured_cluster, memory_in_words, origin, read_bundle
     from tools.search.measured import cluster_from
 
-    path = overlay.with_suffix(".cluster.yaml") if overlay else folder / "calibrated.yaml"
-    keep_existing("--write", path, options["force"])
+    keep_existing("--write", kept, options["force"])
     if bundle is not None:
         found = read_bundle(bundle, recipe)
         text, words = measured_cluster(found), f"{origin(found)}\n{memory_in_words(found)}"
     else:
-        text, words = cluster_from(measured, recipe, cluster_name, path.name.split(".")[0])
-    write_atomically(path, text)
+        name = kept.name.split(".")[0] if kept else "calibrated"
+        text, words = cluster_from(measured, recipe, cluster_name, name)
+    write_atomically(own, text)
     click.echo(words, err=True)
-    if overlay:
-        click.echo(f"written: {path}", err=True)
-    return str(path)
+    return str(own)
+
+
+def _check_name(overlay: Path) -> None:
+    """Raise an error before long work begins if the next commands would not read a file of this name as a recipe."""
+    from tools.check.check import is_fragment
+    from tools.check.cli import is_left_out
+
+    check_ending(overlay, "--write", (".yaml", ".yml"))
+    if is_left_out(overlay) or is_fragment(str(overlay)):
+        what = "a part of a recipe" if is_fragment(str(overlay)) else "no recipe"
+        raise RecipeError(f"--write {overlay}: tc3 check takes a file of this name for {what}; name another file")
+
+
+def _kept(options: dict[str, Any]) -> Path | None:
+    """Return the file beside the overlay that keeps the cluster of --from or --measured; None if there is none."""
+    own = options["write"] and (options["measured"] is not None or options["bundle"] is not None)
+    return options["write"].with_suffix(".cluster.yaml") if own else None
 
 
 def _asked(
-    path: Path, cluster_name: str | None, limits: tuple[str, ...], folder: Path, options: dict[str, Any]
+    path: Path, cluster_name: str | None, limits: tuple[str, ...], own_cluster: Path, options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel]:
     """Return the recipe as written, the base of overlays, and what is asked; raise errors now, not at the end."""
     from tools.estimate.from_recipe import require_ulysses
@@ -288,6 +309,9 @@ def _asked(
     recipe = load_recipe(path)
     for option, name in {"--write": "write", "--html": "html_file"}.items():
         keep_files_of(path, option, options[name])
+    keep_files_of(path, "--write", _kept(options))
+    if options["write"]:
+        _check_name(options["write"])
     keep_existing("--write", options["write"], options["force"])
     if options["html_file"]:
         check_page(options["html_file"])
@@ -305,7 +329,7 @@ def _asked(
         )
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(
-        recipe, _cluster(path, cluster_name, folder, options), *of_run, asked, options["memory_margin"]
+        recipe, _cluster(path, cluster_name, own_cluster, options), *of_run, asked, options["memory_margin"]
     )
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
@@ -367,8 +391,15 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 
 
 def _tell(
-    found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
+    found: Found,
+    others: BySchedule,
+    times: TimeModel,
+    recipe: Recipe,
+    own_cluster: Path,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> None:
+    """Print what was found, and write the files that were asked for; `own_cluster` is the file of `_cluster`."""
     from tools.search.overlay import left_off, write_overlay
     from tools.search.page import draw, html
     from tools.search.report import as_json as content
@@ -388,14 +419,22 @@ def _tell(
         return
     if found.unverified:
         click.echo(f"the best is not verified: {found.unverified}", err=True)
+    site, kept = found.request.site, _kept(options)
+    site = replace(site, hardware=os.path.abspath(kept)) if kept else site
     writers: dict[str, Callable[[Path], object]] = {
         "picture": lambda path: draw(found, times, path),
         "html_file": lambda path: write_atomically(path, html(found, times, f"Parallel strategies for {name}")),
-        "write": lambda path: write_overlay(recipe, *to_write(found, others, path), found.request.site),
+        "write": lambda path: write_overlay(recipe, *to_write(found, others, path), site),
     }
     failed: list[ValueError] = []
     for option in (option for option in writers if options[option]):
         try:
+            if option == "write":  # another search may have written the file meanwhile
+                keep_existing("--write", options[option], options["force"])
+            if option == "write" and kept:
+                keep_existing("--write", kept, options["force"])
+                write_atomically(kept, own_cluster.read_text(encoding="utf-8"))
+                click.echo(f"written: {kept}", err=True)
             writers[option](options[option])
             click.echo(f"written: {options[option]}", err=True)
             if option == "write":

@@ -1,12 +1,17 @@
 """Instructions of Python sources: what becomes one, what is held out, and that a file is the same on every machine."""
 
+import errno
 import json
+import os
+import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError
+from tests.crashes import deaths
 from tools.data.cli import data
 from tools.data.instructions import INSTRUCTION, Options, instructions_of, write
 from tools.data.sources import Corpus, Skips, held_out
@@ -122,6 +127,31 @@ def test_held_out_rows_of_an_earlier_run_do_not_stay_beside_data_that_trains_the
     left.write_text('{"instruction": "mine"}\n')
     write(Options(corpus, output, force=True), Skips())
     assert left.exists(), "somebody else's file stays"
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
+def test_training_data_never_stand_beside_what_another_start_held_out(library, tmp_path, error):
+    """Killed, or on a full disk, a second start left its held-out rows beside training data that hold these rows."""
+    pairs, number = {}, count()
+    for seed in (1, 2):
+        write(Options(Corpus((str(library),)), tmp_path / str(seed) / "out", 0.3, seed), Skips())
+        pairs[seed] = {path.name: path.read_text() for path in (tmp_path / str(seed)).iterdir()}
+
+    def fresh():
+        return Path(shutil.copytree(tmp_path / "1", tmp_path / f"try{next(number)}"))
+
+    def again(folder):
+        try:
+            write(Options(Corpus((str(library),)), folder / "out", 0.3, 2, force=True), Skips())
+        except DataError:
+            assert error
+
+    for folder, where in deaths(again, fresh, error):
+        found = {path.name: path.read_text() for path in folder.iterdir() if path.name[0] != "."}
+        assert found in pairs.values() or "out.jsonl" not in found, where
+        assert not error or len(found) == len(os.listdir(folder)), where
+        if error and "write" in where:
+            assert found in pairs.values(), where
 
 
 def test_sources_without_functions_are_refused(tmp_path):

@@ -330,6 +330,18 @@ def test_a_file_that_cannot_be_written_any_more_costs_no_other(tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("stand_in_placement")
+@pytest.mark.parametrize("words", [["--top", 1, "--write"], ["pipeline", INSTANCE, "--effort", 1, "--out"]])
+def test_what_another_command_has_written_meanwhile_is_not_replaced_without_force(words, tmp_path, monkeypatch):
+    """Of two searches with one output, the second silently replaced the strategy that the first had written."""
+    for module in ("command", "cli"):
+        monkeypatch.setattr(f"tools.search.{module}.check_writable", lambda path: path.write_text("of another"))
+    words = [str(word) for word in (*words, tmp_path / "best.yaml")]
+    with pytest.raises(DataError, match=r"best\.yaml: the file exists; .*--force"):
+        CliRunner().invoke(search, words, catch_exceptions=False) if words[0] == "pipeline" else run(*words)
+    assert (tmp_path / "best.yaml").read_text() == "of another" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("stand_in_placement")
 def test_memory_of_the_command_line_is_written(tmp_path):
     overlay = tmp_path / "best.yaml"
     assert run("--top", 1, "--memory", 50, "--write", overlay).exit_code == 0
@@ -369,7 +381,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(words, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     words = [os.path.join(ROOT, word) if word == PRETRAIN_4K else word for word in words]
-    target = "file/answer.html" if words[-1] == "--html" else "file/answer.svg"
+    ending = {"--html": "html", "--write": "yaml"}.get(words[-1], "svg")
+    target = f"file/answer.{ending}"
     refused(CliRunner().invoke(search, [*words, target]), f"{target}: this path cannot be written", "is a file")
 
 

@@ -255,6 +255,16 @@ def test_a_search_from_a_profile_is_a_search_on_the_calibrated_cluster(profile, 
     assert kept["name"] == "best" and kept["efficiency"] == yaml.safe_load(fitted.read_text("utf-8"))["efficiency"]
 
 
+def test_a_search_from_measured_steps_that_ends_without_a_strategy_leaves_no_cluster(tmp_path):
+    """The cluster file was written before the search: a second try was refused because of it, and with `--force` an
+    overlay of before stood beside the cluster of another search.
+    """
+    words = [RECIPE, "--from", EXAMPLES / "measurements.yaml", "--write", tmp_path / "best.yaml"]
+    with pytest.raises(DataError, match="no_run: there is no such file"):
+        told(*words, "--loads", tmp_path / "no_run")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_search_from_measured_steps_says_what_the_fit_brings():
     limits = ["tp=8", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "recompute=full"]
     words = [RECIPE, *(word for limit in limits for word in ("--limit", limit)), "--top", 1]
