@@ -115,7 +115,9 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     help="Write this run to this folder.  [default: the recipe's output_dir]",
 )
 @click.option(
-    "--resume", type=click.Path(path_type=Path), help="Continue from the checkpoint (one iteration) in this folder."
+    "--resume",
+    type=click.Path(path_type=Path),
+    help="Continue from the checkpoint in this folder, for instance iteration_00000100.",
 )
 @overrides_option
 @unverified_option

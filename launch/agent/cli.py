@@ -255,8 +255,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return two values from --resume, which may be given twice: the checkpoint to start from, and the folder to use as
-    long as `auto` finds no checkpoint.
+    """Return what the options --resume say: "auto" or the checkpoint from which the run starts, and, if --resume was
+    given as auto and as a folder, the checkpoint from which the run starts if it has none of its own.
 
     Raises:
         UsageError: the option is empty, or names two folders.

@@ -137,7 +137,9 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with a value in place of each `auto`; `make_layout` is an argument of `effective_recipe`."""
+    """Return the recipe with a value in place of each `auto`. A layout of layers that no file gives is searched for if
+    `make_layout` is true.
+    """
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 

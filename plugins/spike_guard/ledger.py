@@ -47,8 +47,8 @@ def count(skipped: Ranges) -> int:
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return the number of the sample (in the whole data) that a run without the skipped samples trains at `position`.
-    The argument `skipped` must be a list of ranges that `normal` has returned.
+    """Return the index, in the whole data, of the sample that a run trains at `position` if it leaves out the ranges of
+    samples in `skipped`, which must be sorted and must not overlap.
     """
     for first, stop in skipped:
         if position < first:

@@ -111,9 +111,9 @@ def record_of(content: Any, place: str) -> Record:
 def _check(record: Record) -> None:
     whole: Iterable[Any] = (record.step, record.rank, record.work, record.steps)
     if not all(type(value) is int and 0 <= value < _LARGEST for value in whole):
-        raise ValueError("one of the keys step, rank, work and steps is not a whole number")
+        raise ValueError("the value of step, rank, work or steps is not a whole number")
     if not (type(record.host) is str and type(record.device) is str):
-        raise TypeError("one of the keys host and device is not a text")
+        raise TypeError("the value of host or device is not a string")
     data = 0.0 if record.data is None else record.data
     times = (record.probe, record.seconds, data, record.cpu, record.waited, record.stopped)
     if not all(type(value) in (int, float) and 0 <= value < _LARGEST for value in times):  # nor is NaN

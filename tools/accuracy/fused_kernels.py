@@ -202,7 +202,8 @@ def shrunk(kernel: Kernel) -> Kernel:
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
     if sizes and any(step.op == "Reshape" for step in kernel.steps):
         raise UnreadableError(
-            "a Reshape cannot be computed at smaller sizes, because the products of its sizes must stay equal"
+            "this fused kernel has a Reshape, so it cannot be checked on smaller tensors: its shapes must keep their "
+            "numbers of elements"
         )
     small = {size: _KEPT + 1 + place for place, size in enumerate(sizes)}
 

@@ -25,8 +25,8 @@ _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 
 
 def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """Return the content of the file that `msrun --bind_numa FILE` reads. MindSpore reads the same content, if the
-    recipe has `context.affinity_config: FILE`, and binds the threads of its modules.
+    """Return the content of a file that binds the processes of a host to cores. `msrun --bind_numa FILE` reads the
+    file, and MindSpore reads it to bind its threads if the recipe has `context.affinity_config: FILE`.
 
     If `numactl` is not installed, msrun refuses a file that binds memory, so the file then leaves memory out.
     """

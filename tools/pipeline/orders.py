@@ -417,9 +417,9 @@ def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in DualPipe. Stage number `stage` and stage number `stages` - 1 - `stage` both have
-    the order of one stage of DualPipeV with half as many stages; on the second half of the stages, chunks 0 and 1 are
-    exchanged.
+    """Return the order in which a stage runs its forward and backward passes in DualPipe. Stage number `stage` and
+    stage number `stages` - 1 - `stage` both have the order of one stage of DualPipeV with half as many stages; on the
+    second half of the stages, chunks 0 and 1 are exchanged.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)

@@ -71,8 +71,8 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
-    """Give the mini recipe of `recipe` (in place) the recipe's parallel strategy on `workers` processes. A step of the
-    mini recipe then has `batch` samples, or more if the pipeline needs more micro-batches.
+    """Change the recipe `mini`, which was derived from `recipe`, so that it has the parallel strategy of `recipe` on
+    `workers` processes. A step of `mini` then has `batch` samples, or more if the pipeline needs more micro-batches.
 
     Raises:
         RecipeError: the recipe does not split the model or the batch, or the batch cannot be divided among the

@@ -144,8 +144,8 @@ class OfGroup(click.Command):
         "Search a second time under uneven expert loads, rank the strategies of the first and the second search by "
         "their expected step time, and show the chance that each runs out of memory. LOADS can be: even, published, "
         "trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, a run's folder or a routing "
-        "log (docs/estimator.md). With this option, --write writes the first strategy "
-        "of this ranking: among those that run out of memory at the fewest steps, the one with the shortest step time."
+        "log (docs/estimator.md). With --loads, --write writes the strategy with the shortest expected step time "
+        "among the strategies that run out of memory at the fewest steps."
     ),
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Show this many strategies.")

@@ -282,7 +282,7 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 def least_devices(config: Configuration) -> int:
     """Return the smallest number of devices on which a layout can run a step: one pipeline with only as many
-    data-parallel ranks as its expert-parallel groups need. MindFormers distributes experts over the data- and
-    tensor-parallel ranks, and not over the context-parallel ranks.
+    data-parallel ranks as its expert-parallel groups need, because MindFormers distributes experts over the data- and
+    tensor-parallel ranks (and not over the context-parallel ranks).
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)
