@@ -130,7 +130,9 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
     try:
         return list(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        raise ClusterError(f"{file}: rank {rank} has measured nothing; read the log of this rank in {folder}") from None
+        raise ClusterError(
+            f"{file}: rank {rank} has measured nothing; read the log of this rank below {folder}"
+        ) from None
 
 
 def _seconds(groups: Sequence[Sequence[int]], ranks: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -147,7 +147,10 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
     path = ledger_file(run_dir)
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["skipped"]
-        return [Entry(int(e["step"]), int(e["first"]), str(e["why"]), normal(e["samples"])) for e in entries]
+        found = [Entry(int(e["step"]), int(e["first"]), str(e["why"]), normal(e["samples"])) for e in entries]
+        if not all(1 <= each.first <= each.step <= each.first - 1 + count(each.samples) for each in found):
+            raise ValueError  # a step has at least one sample
+        return found
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -201,13 +201,15 @@ def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: i
 
     The lines of a resumed run, which begin with a header, replace the lines of the steps that the run repeats. Steps
     whose gradients overflowed are left out, as a `Guard` leaves them out during training. Steps before a resume with
-    another global batch have other numbers, so the steps are compared by their samples. A norm of a step with more
-    samples than the next step is None, because the mean of more gradients has less noise, and so a smaller norm.
+    another global batch have other numbers, so the steps are compared by their samples. The norms of a step with more
+    samples than the next step, and of all steps before it, are None: the mean of more gradients has less noise, and so
+    a smaller norm, and norms of steps before that are no neighbours of the next norm.
 
     Args:
         ramp: how many samples the steps of the run have now; length: the number of tokens of a sample.
     """
-    steps: list[tuple[int, dict[str, float | None]]] = []  # (tokens until the step's end, its values)
+    # (tokens until the step's end, whether it had more samples than a step has now, its values)
+    steps: list[tuple[int, bool, dict[str, float | None]]] = []
     newest, start = Newest(), None
     now = ramp.batch_at(done + 1) * length
     for line in lines:
@@ -229,9 +231,11 @@ def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: i
             while steps and steps[-1][0] > begin:
                 steps.pop()
             if not record.get("overflow"):
-                norm = None if own and own > now else record.get("global_norm")
-                steps.append((counted.samples_until(record["step"]), {"loss": record.get("loss"), NORM: norm}))
-    good = [values for end, values in steps if end <= ramp.samples_until(done) * length]
+                values = {"loss": record.get("loss"), NORM: record.get("global_norm")}
+                steps.append((counted.samples_until(record["step"]), (own or 0) > now, values))
+    steps = [each for each in steps if each[0] <= ramp.samples_until(done) * length]
+    larger = max((place for place, (_, more, _) in enumerate(steps) if more), default=-1)
+    good = [{**values, NORM: None} if place <= larger else values for place, (*_, values) in enumerate(steps)]
     held = ([place for place, each in enumerate(good) if _judged(each[name])][-size:] for name in JUDGED)
     first = min((places[0] for places in held if places), default=len(good))
     return good[max(first, len(good) - _MOST * size) :]
@@ -285,7 +289,8 @@ def steps_of(entry: Entry, ramp: Ramp) -> range:
         ramp: how many samples the steps of the run have now.
     """
     left, steps = count(entry.samples), entry.step - entry.first + 1
-    if ramp.samples_until(entry.step) - ramp.samples_until(entry.first - 1) == left:
+    # a ramp may have been changed behind the checkpoint: where, the entry does not say
+    if ramp.stages or ramp.samples_until(entry.step) - ramp.samples_until(entry.first - 1) == left:
         return range(entry.step, entry.step + 1)
     batch = left // steps  # without a ramp all steps of an entry have the same number of samples
     return range(ramp.steps_of((entry.step - 1) * batch) + 1, ramp.steps_of(entry.step * batch - 1) + 2)

@@ -132,9 +132,10 @@ def test_the_good_steps_are_those_that_trained_the_samples_before(history, windo
     stand = reference.standing_steps(trainings, done)
     losses = [each["loss"] for each in found]
     assert losses == [1.0 + number + index / 100 for number, index in stand][len(stand) - len(found) :]
-    norms = [trainings[number][1] <= now.full for number, _ in stand[len(stand) - len(found) :]]
-    assert [each[NORM] is not None for each in found] == norms, "more samples average more noise out of a norm"
-    assert sum(norms) >= min(window, sum(trainings[number][1] <= now.full for number, _ in stand[-10 * window :]))
+    larger = [place for place, (number, _) in enumerate(stand) if trainings[number][1] > now.full]
+    norms = [place > max(larger, default=-1) for place in range(len(stand))]
+    assert [each[NORM] is not None for each in found] == norms[len(stand) - len(found) :], "more samples, less noise"
+    assert sum(norms[len(stand) - len(found) :]) >= min(window, sum(norms[-10 * window :]))
 
 
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 6, 8]), st.integers(1, 40), st.integers(1, 3)), max_size=5), st.data())

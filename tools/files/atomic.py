@@ -136,10 +136,10 @@ def _beside(
     target = Path(path)
     if not target.name:  # "", "." or "/"
         raise DataError(f"{os.fspath(path)!r}: this path cannot be written (it is a folder)")
-    if wrong := _no_file(target):
-        raise DataError(f"{target}: this path cannot be written (it is {wrong})")
     part = part_of(target)
     try:
+        if wrong := _no_file(target):
+            raise DataError(f"{target}: this path cannot be written (it is {wrong})")
         make(part)
         try:
             yield part

@@ -183,7 +183,7 @@ def mesh_of(
 
 class Uneven(NamedTuple):
     """An `Uneven` describes constants of an operator (such as the starts of slices) that do not grow evenly from rank
-    to rank: their values on the last rank along all axes are not those that the neighbouring ranks imply.
+    to rank: their values on the rank at the other end of every axis are not those that the neighbouring ranks imply.
 
     Args:
         says: a sentence about the first of these constants.

@@ -477,7 +477,7 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after an AllToAll along an axis: each rank splits
     dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. Afterwards
-    dimension `split` is cut along this axis, and dimension `join` is whole.
+    dimension `split` is cut along this axis, and the former pieces of this axis are gathered in dimension `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"

@@ -203,9 +203,9 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     causes = {(each.graph, each.number): each for each in failures.values()}
     told += [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
     if not told and (wrong := remains(typing, lambda tried: _ask(tried, weights))):
-        told.append(
-            f"{typing.name_of(wrong.graph, wrong.number)}: {wrong.why}, and every place leads to a contradiction"
-        )
+        why = wrong.why.partition(" (the place of")[0]
+        place = typing.name_of(wrong.graph, wrong.number)
+        told.append(f"{place}: {why}; every other place of the pieces leads to a contradiction, too")
     missing = Counter(
         typing.graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
     )

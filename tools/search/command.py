@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -279,8 +280,9 @@ def _check_name(overlay: Path) -> None:
     from tools.check.cli import is_left_out
 
     check_ending(overlay, "--write", (".yaml", ".yml"))
-    if is_left_out(overlay) or is_fragment(str(overlay)):
-        what = "a part of a recipe" if is_fragment(str(overlay)) else "no recipe"
+    part = is_fragment(os.path.abspath(overlay))
+    if is_left_out(overlay) or part:
+        what = "a part of a recipe" if part else "no recipe"
         raise RecipeError(f"--write {overlay}: tc3 check takes a file of this name for {what}; name another file")
 
 
@@ -288,6 +290,25 @@ def _kept(options: dict[str, Any]) -> Path | None:
     """Return the file beside the overlay that keeps the cluster of --from or --measured; None if there is none."""
     own = options["write"] and (options["measured"] is not None or options["bundle"] is not None)
     return options["write"].with_suffix(".cluster.yaml") if own else None
+
+
+@contextmanager
+def _beside(kept: Path, own_cluster: Path, force: bool) -> Iterator[None]:
+    """Write the cluster file beside an overlay before the block writes the overlay; if the block fails, leave the
+    cluster file as it was before.
+    """
+    keep_existing("--write", kept, force)
+    before = kept.read_text(encoding="utf-8") if kept.exists() else None
+    write_atomically(kept, own_cluster.read_text(encoding="utf-8"))
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            kept.unlink(missing_ok=True)
+        else:
+            write_atomically(kept, before)
+        raise
+    click.echo(f"written: {kept}", err=True)
 
 
 def _asked(
@@ -431,11 +452,8 @@ def _tell(
         try:
             if option == "write":  # another search may have written the file meanwhile
                 keep_existing("--write", options[option], options["force"])
-            if option == "write" and kept:
-                keep_existing("--write", kept, options["force"])
-                write_atomically(kept, own_cluster.read_text(encoding="utf-8"))
-                click.echo(f"written: {kept}", err=True)
-            writers[option](options[option])
+            with _beside(kept, own_cluster, options["force"]) if option == "write" and kept else nullcontext():
+                writers[option](options[option])
             click.echo(f"written: {options[option]}", err=True)
             if option == "write":
                 for line in left_off(recipe, to_write(found, others, options[option])[0]):

@@ -233,7 +233,7 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     """
     if swapping and request.hardware.host_link is None:
         raise RecipeError(
-            f"--swap: the time of swapping is not known, because {request.hardware_file} has no host_link"
+            f"--swap: the time of swapping is not known, because the cluster {request.hardware.name} has no host_link"
         )
     if not groups:
         return request

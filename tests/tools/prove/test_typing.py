@@ -178,6 +178,39 @@ def test_a_contradiction_that_remains_wherever_loose_pieces_lie_is_one(tmp_path,
     assert remaining == (failed if whole else None)
 
 
+@pytest.mark.parametrize("how", ["call", "closure", "Split"])
+def test_a_right_sum_of_loose_pieces_stays_unknown(tmp_path, how):
+    """Heads become a dimension, of which each rank has one: their sum is partial, and not cut in another dimension."""
+    t2, t3 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (4, 1, 8)>"
+    half = "<Tensor[Float32], (2, 1, 8)>" if how == "Split" else t3
+    pair = "<Tuple[Tensor[Float32]*2], TupleShape((2, 1, 8), (2, 1, 8))>"
+    add = ["PrimFunc_SumExt({}, (I64(1)), Bool(1), None)", 'AllReduce({}) primitive_attrs: {{group: "tp", op: "sum"}}']
+    root = [
+        node(0, "Load(%para1_heads, UMonad[U])", t2, t2),
+        node(1, "Reshape(%0, (I64(4), I64(1), I64(8)))", f"{t2}, <null>", t3),
+    ]
+    if how == "Split":
+        root += [
+            node(2, "PrimFunc_Split(%1, I64(0), I64(2))", f"{t3}, <null>, <null>", pair),
+            node(3, "TupleGetItem(%2, I64(0))", f"{pair}, <null>", half),
+            node(4, add[0].format("%3"), half, half),
+            node(5, add[1].format("%4"), half, half),
+        ]
+    elif how == "call":
+        root.append(node(2, "call @2_f(%1)", t3, t3))
+    else:
+        root += [node(2, "Partial(@2_f, %1)", t3, ""), node(3, "%2[@2_f]()", "", t3)]
+    inner = [node(0, add[0].format("%para2_x"), t3, t3), node(1, add[1].format("%0"), t3, t3)]
+    text = f"subgraph @1_Step(%para1_heads) {{\n{''.join(root)}}}\nsubgraph @2_f(%para2_x) {{\n{''.join(inner)}}}\n"
+    (tmp_path / "step.ir").write_text(f"# IR entry: @1_Step\n{text}", encoding="utf-8")
+    read, given = read_graph(tmp_path / "step.ir"), {"heads": Spread(((4,), ("tp", 8)))}
+    own = Typing(read, mesh_of([("tp", 2)], []), given.__getitem__, {"tp": (0, 1)}.get, Peers(read, {}))
+    last = len(root) - 1
+    assert isinstance(own.of(last), Failure) and own.of(last).loose == {"tp"}
+    assert remains(own, lambda tried: tried.of(last)) is None
+    assert isinstance(own.again({("1_Step", 1): ((4,), ("tp",), (8,))}).of(last), Spread), "the graph is right"
+
+
 def test_sums_and_maxima_of_a_value_are_two_values():
     frame, text = Frame("graph", {}), 'AllReduce(%0) primitive_attrs: {{group: "dp", op: "{}"}}'.format
     names = [frame.name_node(n, Node("AllReduce", "AllReduce(%0)", text(op), [0]), ["%0"])

@@ -18,6 +18,7 @@ from tools.estimate.memory.room import known_errors
 from tools.layout.instance import read_instance
 from tools.layout.offsets import read_layout
 from tools.profile.attribute import Measured, gap_advice, gap_lines, gap_lines_of_total
+from tools.search import command
 from tools.search.cli import layout, search
 
 
@@ -263,6 +264,21 @@ def test_a_search_from_measured_steps_that_ends_without_a_strategy_leaves_no_clu
     with pytest.raises(DataError, match="no_run: there is no such file"):
         told(*words, "--loads", tmp_path / "no_run")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("earlier", [None, "of before"])
+def test_an_overlay_that_cannot_be_written_leaves_the_cluster_as_it_was(tmp_path, earlier):
+    own, kept = tmp_path / "own.yaml", tmp_path / "best.cluster.yaml"
+    own.write_text("of now")
+    if earlier:
+        kept.write_text(earlier)
+    with pytest.raises(KeyboardInterrupt), command._beside(kept, own, force=True):
+        assert kept.read_text() == "of now"
+        raise KeyboardInterrupt
+    assert (kept.read_text() if kept.exists() else None) == earlier
+    with command._beside(kept, own, force=True):
+        pass
+    assert kept.read_text() == "of now"
 
 
 def test_a_search_from_measured_steps_says_what_the_fit_brings():
