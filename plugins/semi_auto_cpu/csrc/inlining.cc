@@ -155,9 +155,10 @@ void InlineCalls(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
 
 // The backend chooses an order among nodes that do not depend on each other by all nodes of a graph: a rank whose graph
 // lacks one (x - 0 is x) may choose another order than its peers. Each then waits in a collective that the other has
-// not reached, because one thread runs them. The order here follows from what is alike on all ranks: how many collectives a
-// collective has to wait for, one after another, and its place in the model; among collectives that are equal in both,
-// from the order of uses. In a pipeline the schedule decides what waits for a Receive, and this order does not know it.
+// not reached, because one thread runs them. The order here follows from what is alike on all ranks: how many
+// collectives a collective has to wait for, one after another, and its place in the model; among collectives that are
+// equal in both, from the order of uses. In a pipeline the schedule decides what waits for a Receive, and this order
+// does not know it.
 void OrderCollectives(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
   std::map<AnfNodePtr, int64_t> levels;
   std::vector<std::pair<std::tuple<int64_t, std::string, std::string>, CNodePtr>> found;
