@@ -239,7 +239,7 @@ def test_what_is_written_is_read():
         (True, "write `chunks:`"),
         ({"chunk": [1, 2]}, "write `chunks:`"),
         ({"chunks": [1, 2], "strides": 1}, "did you mean 'stride'"),
-        ({"chunks": [0, 2]}, "each 1 or more"),
+        ({"chunks": [0, 2]}, r"\(1 or more\)"),
         ({"chunks": 4}, "neither auto"),
         ({"chunks": [1, 2.0]}, "neither auto"),
         ({"chunks": [1, 2], "stride": -1}, "whole number"),

@@ -79,7 +79,7 @@ def test_a_parameter_that_hugging_faces_form_does_not_know_is_refused_and_not_le
     assert not any(map(template._is_strange, template.network_tensor_info)), "counters and adapters are not its affair"
     template.network_tensor_info[f"{linear}.bias"] = None
     with pytest.raises(
-        CheckpointError, match=rf"^checkpoint\.load_path: 1 parameters .* such as {linear}\.bias; write"
+        CheckpointError, match=rf"^checkpoint\.load_path: 1 parameters .* such as {linear}\.bias; name a recipe"
     ):
         template.get_mf_state_dict({})
 
