@@ -462,6 +462,8 @@ def compiled(recipe: Path, overrides: Sequence[str], quick: bool) -> Steps:
     results = compile_all(plan, 1, True, texts=True)
     graphs, small = [read_graph(text_of(job)) for job in plan.jobs], View(plan.jobs[0].recipe)
     mesh = mesh_for(results, graphs, [("tp", small.tp), ("cp", small.cp), ("dp", small.dp)])
+    while (finer := mesh.refined(frozenset(mesh.sizes))) != mesh:  # as tc3 prove does if constants grow unevenly
+        mesh = finer
     beside = [{axis: replace(job, rank=at) for axis, at in mesh.neighbours(job.rank).items()} for job in plan.jobs]
     compile_all(replace(plan, jobs=[job for own in beside for job in own.values()]), 1, True, texts=True)
     ranks = []
