@@ -30,6 +30,7 @@ from benchmarks.planted_spreads import (
     SILENT,
     Known,
     behind,
+    copied,
     handed_on,
     in_step,
     ranks_at,
@@ -424,7 +425,7 @@ class Steps:
         """Yield the operator of a fault and the ranks with it, for each rank whose graph has a place for it."""
         for number, own in enumerate(self.ranks):
             for name in own.graph.graphs:
-                graphs = [_copied(each, name) for each in (own.graph, *own.peers.values())]
+                graphs = [replace(copied(each), root=name) for each in (own.graph, *own.peers.values())]
                 try:
                     at = fault(graphs, own.known)
                 except LookupError:
@@ -438,12 +439,6 @@ class Steps:
                 )
                 yield operator, replace(self, ranks=[*self.ranks[:number], planted, *self.ranks[number + 1 :]])
                 break
-
-
-def _copied(graph: GraphText, view: str) -> GraphText:
-    """Return a graph with one of its graphs as the root, whose operators can be changed."""
-    nodes = [replace(node, operands=list(node.operands)) for node in graph.graphs[view]]
-    return GraphText(view, {**graph.graphs, view: nodes}, graph.parameters)
 
 
 def said(report: Mapping[str, Any], operator: str) -> str:
