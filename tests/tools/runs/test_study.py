@@ -194,7 +194,7 @@ def test_of_two_starts_without_attempts_the_failures_are_not_known(tmp_path):
 
 def test_the_ledger_of_the_spike_guard_is_shown(tmp_path):
     builder = survivor(tmp_path / "run")
-    entry = {"step": 30, "first": 29, "why": "step 30: loss is NaN", "samples": [[1, 2]]}
+    entry = {"step": 30, "first": 29, "why": "step 30: loss is NaN", "samples": [[1, 3]]}
     (tmp_path / "run" / "skipped.json").write_text(json.dumps({"skipped": [entry]}))
     assert told(builder.folder)[0]["skipped"] == [{"step": 30, "first": 29, "why": "step 30: loss is NaN"}]
     assert "Samples of steps 29 to 30 were left out" in run_report(builder.folder).output
