@@ -222,9 +222,15 @@ class Bench:
 
 
 @click.command()
-@click.option("--draws", default=20, show_default=True, help="Draw this many layouts.")
+@click.option("--draws", default=20, type=click.IntRange(min=1), show_default=True, help="Draw this many layouts.")
 @click.option("--seed", default=0, show_default=True, help="Draw layouts and faults with this seed.")
-@click.option("--most", default=4, show_default=True, help="Draw only layouts on at most this many processes.")
+@click.option(
+    "--most",
+    default=4,
+    type=click.IntRange(min=2),
+    show_default=True,
+    help="Draw only layouts on at most this many processes.",
+)
 @click.option(
     "--recipe",
     default="tests/training/tiny.yaml",
@@ -237,12 +243,14 @@ class Bench:
 @click.option("--only", multiple=True, help="Execute only the layouts with these names, for instance draw_0_3.")
 def main(draws: int, seed: int, most: int, recipe: str, work: Path | None, only: tuple[str, ...]) -> None:
     """Print a table of layouts and faults; exit code 1 if proof and execution do not agree."""
-    wrong = 0
+    wrong, base = 0, one_worker(recipe)
+    cases = draw_cases(base, draws, seed, most)
+    if unknown := set(only) - {case.name for case in cases}:
+        raise click.BadParameter(f"this seed draws no layout {min(unknown)}; it draws {cases[0].name} and so on", None)
     with tempfile.TemporaryDirectory() as folder:
-        base = one_worker(recipe)
         bench = Bench(ExecutedRuns(base, 2, (work or Path(folder)).absolute(), lambda name: None))
         click.echo("| layout | fault | executed | types | agree |\n|---|---|---|---|---|")
-        for case in draw_cases(base, draws, seed, most):
+        for case in cases:
             sharding = case.sharding
             assert sharding is not None, "a drawn case"
             if only and case.name not in only:

@@ -7,8 +7,9 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
-from benchmarks.drawn_proofs import DOUBTED, VIOLATION, Drawn, Kind, kind_of, words_of
+from benchmarks.drawn_proofs import DOUBTED, VIOLATION, Drawn, Kind, kind_of, main, words_of
 from benchmarks.executed_faults import FAULTS, Fault
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, copied, outcome, ranks_at, root, scoped
 from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, leave_out, place_of
@@ -107,7 +108,7 @@ def test_rotary_positions_of_cut_sequences(monkeypatch):
 
 @pytest.fixture
 def drawn():
-    return Drawn([RESULT], Compiled(MESH, [GRAPH], [PEERS], [], []))
+    return Drawn([RESULT], Compiled(MESH, [GRAPH], [PEERS], [], [], 1))
 
 
 def kinds(op):
@@ -137,3 +138,12 @@ def test_a_fault_of_a_kind_counts_the_calls_of_each_rank(tmp_path):
     assert words_of(tmp_path, Kind("AllReduce", (0, 2), (3,)), (0, 1)) == "skip:AllReduce:2@0 skip:AllReduce:0@1"
     assert words_of(tmp_path, Kind("AllGather", (0, 2), (3,)), (1,)) == "reverse:AllGather:0@1"
     assert not words_of(tmp_path, Kind("AllReduce", (0, 1), (3,)), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--draws 0", "--draws"), ("--most 1", "--most"), ("--draws 2 --only draw_0_9", "no layout draw_0_9")],
+)
+def test_a_benchmark_that_would_execute_nothing_is_refused(words, said):
+    ended = CliRunner().invoke(main, words.split())
+    assert ended.exit_code == 2 and said in ended.output and "|" not in ended.output

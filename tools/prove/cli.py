@@ -119,9 +119,10 @@ def proof_of(
         RecipeError: the groups of the graphs do not form a mesh.
     """
     small = View(plan.jobs[0].recipe)
-    micro_batches = plan.micro_batches * small.accumulation
     read = read_compiled(recipe, plan, results, at_once, use_cache, as_json)
-    return report_of(recipe.source, results, read.stages, read.differ, micro_batches, read.mesh.devices, small.devices)
+    return report_of(
+        recipe.source, results, read.stages, read.differ, read.micro_batches, read.mesh.devices, small.devices
+    )
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Compiled:
         peers: for each job, the graphs of the ranks in `Mesh.neighbours`.
         stages: what is proven about the gradients of each job's rank.
         differ: a sentence for each direction in which stages send values that are distributed differently.
+        micro_batches: the number of micro-batches of a step, including those of gradient accumulation.
     """
 
     mesh: Mesh
@@ -141,6 +143,7 @@ class Compiled:
     peers: list[dict[str, GraphText]]
     stages: list[Stage]
     differ: list[str]
+    micro_batches: int
 
 
 def read_compiled(
@@ -164,7 +167,8 @@ def read_compiled(
             f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks the sums of gradients without a "
             "proof"
         ) from None
-    scales = scale_faults(results, plan.micro_batches * small.accumulation, mesh.devices)
+    micro_batches = plan.micro_batches * small.accumulation
+    scales = scale_faults(results, micro_batches, mesh.devices)
     read = dict[int, GraphText]()
     while True:
         beside = {rank: job for job in plan.jobs for rank in mesh.neighbours(job.rank).values() if rank not in read}
@@ -179,7 +183,7 @@ def read_compiled(
         ]
         finer = mesh.refined(frozenset().union(*(typing.divided for typing in typings)))
         if finer == mesh:
-            return Compiled(mesh, graphs, peers, stages, differ)
+            return Compiled(mesh, graphs, peers, stages, differ, micro_batches)
         mesh = finer
 
 
