@@ -310,8 +310,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """Return the number of nodes that train; raise ClusterError if hosts, slots, spares and the recipe do not fit
-    together.
+    """Return the number of nodes that train; raise ClusterError if the recipe's workers do not fill whole nodes, or if
+    the host file does not list as many hosts as the recipe and --spares need.
     """
     count, rest = divmod(workers, slots)
     if rest:

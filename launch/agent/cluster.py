@@ -37,8 +37,9 @@ DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask af
 
 @dataclass(frozen=True)
 class Allocation:
-    """An `Allocation` describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts,
-    the agent's own host and the run's folder are passed separately.
+    """An `Allocation` describes the job in which Slurm or Volcano starts the agents of one run. The command-line
+    options in `options` are passed to each agent unchanged; the list of hosts, the agent's own host and the run's
+    folder are passed separately.
 
     `slots` is the number of workers of a node; relative paths start at the checkout; `made_by` is the command that
     wrote the file.

@@ -299,7 +299,7 @@ class Holder:
 
 
 class Claim:
-    """A `Claim` is one claim on work that only one agent may do, from the point of view of one agent.
+    """A `Claim` lets one agent claim, by a file on the shared disk, a task that only one agent may do.
 
     Args:
         disk: the shared disk.

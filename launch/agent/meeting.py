@@ -72,8 +72,8 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 if this is the first call for
-        `key`.
+        """Return for how many seconds, up to the time `now`, all calls for the observed file or host `key` have passed
+        the same value `mark`; return 0 at the first call for `key`.
         """
         before = self._seen.get(key)
         if before is None or before[0] != mark:

@@ -283,7 +283,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
 
 
 def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
-    """Return the entry that records a bundle under the key `status` of a model card.
+    """Return the entry that records a bundle (the results of `tc3 firsthour`) under the key `status` of a model card.
 
     Raises:
         DataError: a simulated cluster made the bundle.
@@ -299,7 +299,8 @@ def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
 
 
 def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
-    """Add the claim of a bundle to the card of a recipe, and return the claim's text.
+    """Add the verdict of a bundle (the results of `tc3 firsthour`) to the recipe's model card, and return the added
+    text.
 
     Raises:
         DataError: there is no card, the card does not name the recipe, or it has the claim of that day already.

@@ -317,7 +317,7 @@ class Hour:
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run the training with the command `words`, and write its run into the folder `run` of the work folder."""
+        """Run the command `words`, which trains; the run's files go into the folder `run` of the work folder."""
         ask([*words, "--force"], seconds)
 
     @property

@@ -101,7 +101,7 @@ class NpuHour(Hour):
         }
 
     def hosts_of(self, devices: int) -> Path:
-        """Return the file of the nodes on which a small recipe trains."""
+        """Return the path of the file that lists the nodes on which a small recipe trains."""
         return self.work / f"hosts_{devices}.txt"
 
     def write_small(self) -> None:
@@ -115,8 +115,8 @@ class NpuHour(Hour):
             self.write_hosts(count)
 
     def nodes_of(self, devices: int) -> tuple[list[str], int]:
-        """Return the nodes of a training on several nodes, and the number of its devices on each node, which is the
-        same on all of them.
+        """Return the nodes on which a training with `devices` devices runs, and the number of devices that it uses on
+        every node.
 
         Raises:
             ClusterError: there are too few nodes for equal numbers of devices.

@@ -99,8 +99,8 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
 
 
 def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) -> Variant | None:
-    """Return the fastest value of a key if this value is faster than the recipe's own value by more than `SURE`; else
-    None.
+    """Return the fastest value of a key if this value is faster than the recipe's own value by more than 5 % (`SURE`);
+    else return None.
     """
     known = {one: time for one in variants if (time := seconds.get(one.name)) is not None}
     own = next((one for one in known if one.own), None)

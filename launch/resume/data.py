@@ -140,8 +140,7 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return for each corpus of `data_path` in turn its prefix, the bytes of .idx and .bin, and the sha256 of the
-    covered part.
+    """Return for each corpus of `data_path` its prefix, and the sizes and digests (sha256) of its .idx and .bin files.
 
     For HFDataLoader, return for each of its files, and for the tokenizers that make ids of them: file, bytes, and
     sha256 of the covered part. The result is empty for other kinds of loaders.
@@ -195,7 +194,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Record digests of the present content of a recipe's data; the data loader reports data that cannot be read."""
+    """Write digests of a recipe's present data into the run's folder; print a message if the data cannot be read."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -279,8 +278,8 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int, batch: int = 0) -> list[str]:
-    """Return a text that says why the order of the data in `after` differs from the order in `before`, of which `step`
-    steps have been trained.
+    """Return a text that says why the recipe `after` would read the data in another order than the recipe `before`,
+    with which `step` steps have been trained.
 
     Each difference states the old and the new value; an empty result means that the run can go on.
 

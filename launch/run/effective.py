@@ -191,8 +191,9 @@ def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
 
 
 def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> list[str]:
-    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If an
-    override sets a list, the value in this list that `--steps` determines is replaced by the value of `--steps`.
+    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If
+    the user's override sets a whole list, and `--steps` determines one entry of the list, this entry gets the value
+    that `--steps` determines.
 
     Args:
         recipe: the recipe that has these overrides.

@@ -161,8 +161,8 @@ def optimizer_environment(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
-    variables, and explains each of them.
+    """Return the additional variables that workers on several nodes need. The script launch/script_body.sh sets the
+    same variables, and explains each of them.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}

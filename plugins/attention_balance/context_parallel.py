@@ -21,7 +21,7 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 class ContextPlan:
     """A `ContextPlan` is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n,
     2]: the first token of each of its ranges and the token after the last one; the ranges are in rising order and not
-    adjacent. `pairs` is int64 [cp]: the pairs of tokens whose attention each rank computes.
+    adjacent. `pairs` is int64 [cp]: the number of token pairs whose attention each rank computes.
     """
 
     ranges: list[np.ndarray]

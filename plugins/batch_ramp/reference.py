@@ -27,7 +27,9 @@ def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[
 
 
 def full_steps(stages: Sequence[tuple[int, int]], full: int, step: int) -> float:
-    """Return how many steps of the full batch hold the samples of the first `step` steps."""
+    """Return the number of samples in the first `step` steps, divided by the number of samples in a step of the full
+    batch.
+    """
     largest = max([full, *(batch for _, batch in stages)])
     return sum(map(len, batches(stages, full, largest * step)[:step])) / full
 

@@ -175,8 +175,8 @@ class PlacedGroupedGEMM(FFNGroupedGEMM):
 
 
 class PlacedDispatch(RoutedExperts):
-    """A `PlacedDispatch` is the routed experts of `plugins.hierarchical_ep` with their dispatch, and with a `placement`
-    parameter that holds the slot of each expert.
+    """A `PlacedDispatch` adds a `placement` parameter, which holds the slot of each expert, to the routed experts and
+    the dispatch of `plugins.hierarchical_ep`.
     """
 
     def __init__(self, config, settings, net, rows, streams):
