@@ -255,8 +255,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return what the options --resume say: "auto" or the checkpoint from which the run starts, and, if --resume was
-    given as auto and as a folder, the checkpoint from which the run starts if it has none of its own.
+    """Return two values from the options --resume: "auto" or a checkpoint's folder; and, if --resume was given both as
+    auto and as a folder, this folder, from which a run without checkpoints of its own starts.
 
     Raises:
         UsageError: the option is empty, or names two folders.

@@ -246,7 +246,9 @@ class Hour:
         return judge_golden(content, known), evidence
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train a small version of the recipe with each of its kinds of parallelism; compare each with one process."""
+        """Train a small version of the recipe with each of its kinds of parallelism, and compare each training with a
+        training in one process.
+        """
         content = ask(self.commands()["parallel"][0], seconds)
         found = judge_parallel(content["rows"])
         if self.view.devices == 1:

@@ -70,7 +70,7 @@ class NpuHour(Hour):
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers of devices of the small recipes, except the recipe for a single device."""
+        """Return the numbers of devices, except 1, for which the checks write a small recipe."""
         return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
 
     def of(self, devices: int) -> Path:

@@ -92,7 +92,7 @@ def tokens_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tuple[Trained, State]:
-    """Train until step `steps`, and return the run with the state at its end.
+    """Train the small model up to step `steps`; return the recorded run and the state at its end.
 
     Args:
         ranks: the devices; each takes an equal share of the tokens of a step, so their number divides TOKENS.

@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the options of tc3 train that choose the value."""
+        """Return the options with which `tc3 train` trains with the value of this variant."""
         return () if self.own else ("--set", f"{self.key}={self.value}")
 
 

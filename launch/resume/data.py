@@ -105,8 +105,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return a function that maps a checkpoint (folder, step) to the reason why the run must not continue from the
-    checkpoint: the run trained samples before it that are left out now. Sample numbers are compared, because step
-    numbers mean other samples if the global batch has changed.
+    checkpoint: the run trained, before this checkpoint, samples that are left out now. Sample numbers are compared,
+    because step numbers mean other samples if the global batch has changed.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
     RUN/recipe.yaml leaves out count, so call this function before that file is written again.
@@ -232,7 +232,8 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` says over how many epochs GPTDataset reads a corpus, and if it shuffles the last one apart."""
+    """A `Shuffle` says how many epochs of a corpus GPTDataset reads, and whether the last epoch is shuffled separately.
+    """
 
     epochs: int
     last_apart: bool

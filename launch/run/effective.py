@@ -137,8 +137,8 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with a value in place of each `auto`. A layout of layers that no file gives is searched for if
-    `make_layout` is true.
+    """Return the recipe with a value in place of each `auto`. If the pipeline layout is `auto` and no file gives a
+    layout, a layout is searched for only if `make_layout` is true.
     """
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 

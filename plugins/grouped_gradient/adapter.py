@@ -22,7 +22,7 @@ WITHOUT = f"until this is solved, write {plan.KEY}: False"
 
 
 def enable(config, settings) -> None:
-    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this function
+    """Make graphs that are compiled later add the weight gradients of grouped matmuls in place; on a CPU this function
     does nothing.
 
     Raises:

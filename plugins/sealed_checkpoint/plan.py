@@ -173,7 +173,7 @@ def write_seal(
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
     """Write atomically a file that says why no run may continue from this checkpoint, and that is used instead of a
-    seal. Return the path of the written file.
+    seal. Return the path of the file with the reason.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)

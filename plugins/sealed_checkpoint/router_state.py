@@ -1,5 +1,6 @@
 """This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
-resume loads them, and lists every state of an optimizer for the pipeline stage that holds it.
+resume loads these tensors. The module also lists each optimizer state for the pipeline stage that holds the state's
+weight.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads checkpoints by this file
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in this list: every rank saves them, no
@@ -33,8 +34,8 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return a rank's metadata `entries` with the biases of each router, and the placement of each MoE layer, whose
-    weights are listed.
+    """Return a rank's metadata `entries`, to which the routers' biases and the placements of experts are added for
+    those routers and MoE layers whose weights `entries` lists.
     """
     added = {}
     for item in parameters:

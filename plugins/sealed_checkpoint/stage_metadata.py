@@ -26,7 +26,8 @@ _saving: list[Path] = []  # the folder in which a checkpoint is being saved, onc
 
 
 def saves_in(folder: Path) -> None:
-    """Set the folder in which the next checkpoint is saved."""
+    """Record the folder into which the next checkpoint is saved, for the exchange of metadata between pipeline stages.
+    """
     _saving[:] = [folder]
 
 

@@ -108,7 +108,7 @@ def mindspore_folder() -> Path:
 
 
 def key(package: Path, sources: Path = SOURCES) -> str:
-    """Return 16 letters that identify everything on which a library depends.
+    """Return a digest (16 hexadecimal digits) of everything on which a compiled library depends.
 
     Args:
         package: folder of the installed MindSpore; the library finds MindSpore's own libraries there.

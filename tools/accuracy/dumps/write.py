@@ -1,7 +1,7 @@
 """This module writes a dump of tensors. `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete
-= false, and again with complete = true when all files are on disk. msprobe (the distribution mindstudio-probe) writes
-the calls of each step; this module writes the weights after the last step, and at msprobe's levels L1 and L2 also the
-weights before each step.
+= false, and again with complete = true when all files are on disk. The library msprobe (distribution mindstudio-probe)
+writes the calls of each step. This module writes the weights after the last step, and at msprobe's levels L1 and L2
+also the weights before each step.
 """
 
 from __future__ import annotations

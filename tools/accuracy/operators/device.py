@@ -21,7 +21,8 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that the device has no kernel for an operator or a data type; MindSpore wrote its message."""
+    """This error means that the device has no kernel for an operator or a data type; the message is that of MindSpore.
+    """
 
 
 class MindSporeDevice:

@@ -22,7 +22,7 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 class Forward:
     """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from weights with
-    Hugging Face's names. Tests override its methods to insert faults.
+    Hugging Face's names. Tests override methods of this class to insert faults.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
