@@ -191,8 +191,8 @@ class Meeting:
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Write how the workers of a host ended, unless this was written before. If they ended with a failure, also
-        write that the attempt is over.
+        """Write how the workers of a host ended, unless this was written before. If the workers ended with a failure,
+        also write that the attempt is over.
         """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
         stands = self.ended(number, end.host)

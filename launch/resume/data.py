@@ -232,8 +232,7 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` says how many epochs of a corpus GPTDataset reads, and whether the last epoch is shuffled separately.
-    """
+    """A `Shuffle` says how many epochs of a corpus GPTDataset reads, and whether it shuffles the last epoch apart."""
 
     epochs: int
     last_apart: bool

@@ -162,7 +162,7 @@ def optimizer_environment(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
     """Return the additional variables that workers on several nodes need. The script launch/script_body.sh sets the
-    same variables, and explains each of them.
+    same variables for workers on several nodes, and explains each variable.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}

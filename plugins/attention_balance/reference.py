@@ -136,8 +136,7 @@ def shuffled(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> n
 
 
 def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Sort the samples by falling cost, and assign them one by one to the ranks 0 to n - 1, then n - 1 to 0, and so on.
-    """
+    """Sort the samples by falling cost, and assign them one by one to ranks 0 to n - 1, then n - 1 to 0, and so on."""
     rounds = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(ranks, micro_batches, slots)

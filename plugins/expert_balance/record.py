@@ -291,7 +291,7 @@ def carry_over(
 ) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
     another layout or global batch, or cannot be read. If `source` is the file `own` itself and its records cannot be
-    used, the file is renamed, and a new one begins. (With another global batch, the same step number stands for other
+    used, the file is renamed, and a new file begins. (With another global batch, the same step number stands for other
     samples.)
 
     Args:

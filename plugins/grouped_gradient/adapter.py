@@ -34,8 +34,8 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the C++ pass if needed, and register it for this process. If the pass cannot change a graph, an error is
-    raised later, when the model is compiled.
+    """Compile the C++ pass if needed, and register it for this process. If the compiler pass cannot change a graph, an
+    error is raised later, when the model is compiled.
 
     Raises:
         ClusterError: the pass cannot be compiled, or MindSpore refuses it.

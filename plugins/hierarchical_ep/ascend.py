@@ -111,8 +111,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values `sort` and `invert` must be able to sort for `count` keys that take `kinds`
-        different values.
+        """Return the number of different values that `sort` and `invert` must be able to sort, for `count` keys with
+        `kinds` different values.
         """
         return max(kinds, count)
 

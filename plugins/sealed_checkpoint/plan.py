@@ -49,7 +49,9 @@ def iterations(root: Path) -> list[Path]:
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the furthest first."""
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`); the checkpoint with the most
+    progress comes first.
+    """
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 

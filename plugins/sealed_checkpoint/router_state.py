@@ -63,8 +63,8 @@ def weight_of(name: str) -> str:
 
 def beside_weights(ranks: Mapping[int, Entries], parameters: Iterable[Any]) -> dict[int, Entries]:
     """Return the metadata of `ranks`, in which the averages of PMA and the moments of the fused AdamW are listed for
-    exactly the ranks that have the weight. MindSpore splits averages and moments over ranks in the same way as the
-    weight.
+    exactly the ranks that have the weight. MindSpore splits the averages and moments of a weight over ranks in the same
+    way as the weight.
     """
     types = {name: entry[1] for entries in ranks.values() for name, entry in entries.items()}
     types = {item.name: item.dtype for item in parameters} | types

@@ -26,8 +26,7 @@ _saving: list[Path] = []  # the folder in which a checkpoint is being saved, onc
 
 
 def saves_in(folder: Path) -> None:
-    """Record the folder into which the next checkpoint is saved, for the exchange of metadata between pipeline stages.
-    """
+    """Record the folder of the next checkpoint, in which pipeline stages will exchange their metadata."""
     _saving[:] = [folder]
 
 

@@ -79,8 +79,8 @@ def refuse_parts(
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
     """Return an msprobe `PrecisionDebugger` for one rank, which writes into `folder/stepN/rankM/`. The `level` is L0
-    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" it also writes all values. Each rank
-    gets its own configuration file for msprobe.
+    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" the debugger also writes all values.
+    Each rank gets its own configuration file for msprobe.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
