@@ -87,7 +87,7 @@ class Disk:
         self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
 
     def read(self, path: Path) -> Found | None:
-        """Return the file at `path`; None if it does not exist.
+        """Return the content of the file at `path`; return None if the file does not exist.
 
         Raises:
             LostDiskError: the disk does not answer within the bound. All methods of `Disk` raise this error.
@@ -281,7 +281,7 @@ class Holder:
     process: str
 
     def text(self) -> str:
-        """Return the holder's identity in the form in which the files of claims store it."""
+        """Return the holder's identity as a text, which is the content of a claim's file."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod

@@ -216,7 +216,7 @@ class Meeting:
 
     def over(self, number: int) -> str | None:
         """Return the host whose workers were the first to end with a failure; None if no host reported a failure. If
-        the file is broken, the result says that there was a failure and that its host is not known.
+        the file that reports the failure is broken, return "an unknown host".
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None

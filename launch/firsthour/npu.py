@@ -63,7 +63,9 @@ class NpuHour(Hour):
 
     @property
     def node_count(self) -> int:
-        """Return the number of nodes; without --nodes this is 1, or in a plan as many as the recipe needs."""
+        """Return the number of nodes; without --nodes, return 1 or, on a host without NPUs, the number that the recipe
+        needs.
+        """
         if self.nodes:
             return len(self.names)
         return 1 if self.npus else -(-self.view.devices // self.each)

@@ -35,7 +35,9 @@ def full_steps(stages: Sequence[tuple[int, int]], full: int, step: int) -> float
 
 
 def dealt(step: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the samples of each data-parallel rank, if the samples of each step are dealt to the ranks one by one."""
+    """Return the samples of each data-parallel rank, if a step's samples are assigned to the ranks in round-robin
+    order.
+    """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for place, sample in enumerate(step):
         hands[place % ranks].append(sample)

@@ -87,7 +87,7 @@ class Passes(Generic[T]):
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """Apply the function to the value of each pass, and return the results by pass."""
+        """Apply a function to the value of each kind of pass (forward, backward, ...), and return the results."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 

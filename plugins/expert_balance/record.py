@@ -79,8 +79,8 @@ class Record:
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
-        its copies.
+        """Return the tokens of each device, [layers, D]; the tokens of an expert are distributed equally over its own
+        slot and its copies.
         """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
