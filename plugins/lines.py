@@ -202,7 +202,7 @@ class Span:
 
 
 def spans_file(run_dir: str | Path) -> Path:
-    """Return the file in which a run writes its spans."""
+    """Return the file in which a run records its spans, which are times without training steps."""
     return Path(run_dir) / "metrics" / "spans.jsonl"
 
 

@@ -55,7 +55,7 @@ def use_experts(spec) -> None:
 
 
 def experts():
-    """Return the spec that was last given to `use_experts`."""
+    """Return the spec of the routed experts that was last given to `use_experts`."""
     return _experts[0]
 
 

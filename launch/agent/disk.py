@@ -95,8 +95,8 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its old
-        content, and only its modification time changes.
+        """Write the file at `path` completely, and replace the file if it exists. If the disk is full, the file keeps
+        its old content, and only its modification time changes.
         """
         self._bounded(path, lambda: self._replace(path, text))
 

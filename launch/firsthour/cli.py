@@ -64,7 +64,7 @@ class Budget(click.ParamType):
     name = "budget"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the time in seconds.
+        """Return in seconds the time that the user wrote, such as 60m.
 
         Raises:
             click.BadParameter: it is not a time, or not between a minute and a day.
@@ -259,7 +259,7 @@ def _shown(recipe: Path) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
-    """Check BUNDLE, and show its contents.
+    """Verify that BUNDLE was not changed, and show the verdict and the findings in it.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
     """

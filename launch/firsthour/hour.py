@@ -257,7 +257,7 @@ class Hour:
 
     @property
     def corpus(self) -> Path:
-        """Return the prefix of the corpus that the trainings read."""
+        """Return the path prefix of the corpus that the trainings read."""
         return self.work / "corpus"
 
     def write_corpus(self, vocabulary: int) -> None:
@@ -408,7 +408,7 @@ class Hour:
 
 
 def argv(words: Sequence[str]) -> list[str]:
-    """Return the argv of a command of tc3."""
+    """Return the argv that runs `tc3` with the arguments `words`."""
     return [*TC3, *words]
 
 

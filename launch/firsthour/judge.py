@@ -88,7 +88,7 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
 
 
 def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings about workers, disks, memories and links.
+    """Judge the measured speeds of workers, disks and links, and the memory of the devices; return the findings.
 
     Args:
         evidence: "probes": host -> probe of the doctor; "memory": [host, device, bytes] of each device, or nothing

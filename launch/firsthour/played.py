@@ -74,7 +74,7 @@ class State:
 
 
 def start(seed: int = 0) -> State:
-    """Return the state before the first training step."""
+    """Return the small model's state before the first training step: random weights, and moments of zero."""
     random = np.random.default_rng(seed)
     weights = {name: random.normal(0, 0.3, (VOCABULARY, WIDTH)).astype(np.float32) for name in (EMBEDDING, HEAD)}
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}

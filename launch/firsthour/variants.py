@@ -36,7 +36,7 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Return the key path with dots."""
+        """Return the recipe key of this variant as a path with dots."""
         return ".".join(self.path)
 
     @property

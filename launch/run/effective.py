@@ -58,7 +58,7 @@ class Size:
         return cls(mini, (workers or WORKERS) if parallel else None)
 
     def load(self, path: Path) -> Recipe:
-        """Return the recipe of a file at this size."""
+        """Load a recipe from a file, in full size or, with --mini, as its small version for CPU."""
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:

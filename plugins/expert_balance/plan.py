@@ -265,7 +265,7 @@ class Prediction:
         self.loads: np.ndarray | None = None
 
     def see(self, loads: np.ndarray) -> None:
-        """Add the loads [layers, E] of a step to the average."""
+        """Update the moving average with the loads [layers, E] of a step."""
         seen = np.asarray(loads, np.float64)
         self.loads = seen.copy() if self.loads is None else self.decay * self.loads + (1 - self.decay) * seen
 

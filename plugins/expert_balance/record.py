@@ -130,8 +130,8 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records in a file, as a dictionary by step. If a resumed run repeated some steps, the new records of
-    these steps replace the old ones.
+    """Return the recorded expert loads in a file, as a dictionary step -> record. If a resumed run repeated some steps,
+    the new records of these steps replace the old ones.
 
     Args:
         until: the last step to read, such as the one from which a run is resumed; None: all.

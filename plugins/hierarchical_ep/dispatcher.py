@@ -161,7 +161,7 @@ class Gather(nn.Cell):
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Sum the partial results [nodes * N, h] of all nodes to [N, h]."""
+        """Sum the experts' partial results [nodes * N, h] over the nodes by a ReduceScatter, and return [N, h]."""
         return self.scatter(rows, turn)
 
 
@@ -207,7 +207,7 @@ class Select(nn.Cell):
         return rows, meta, (source, send, receive, tokens), turn
 
     def back(self, rows, route, turn):
-        """Sum the partial results [R, h] to [N, h]."""
+        """Send the experts' partial results [R, h] back to the tokens' ranks, and sum them for each token, [N, h]."""
         source, send, receive, tokens = route
         returned, turn = self.return_rows(rows, turn, receive, send, self.nodes * tokens)
         return self.rows.add(returned, source, tokens), turn

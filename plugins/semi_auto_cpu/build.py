@@ -1,5 +1,5 @@
-"""This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. The command `python -m
-plugins.semi_auto_cpu.build` runs the module.
+"""This module compiles the C++ sources in a plugin's folder `csrc/` against the headers of MindSpore's wheel. The
+command `python -m plugins.semi_auto_cpu.build` starts the compilation.
 
 The library is stored in the user's cache folder under a name that contains a digest of everything on which it depends:
 the installed MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that

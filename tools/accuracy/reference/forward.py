@@ -140,7 +140,7 @@ class Forward:
         return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
 
     def positions(self, length: int) -> np.ndarray:
-        """Return the position of each token of a sample of this length."""
+        """Return the positions of the tokens in a sample of `length` tokens."""
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
