@@ -31,7 +31,7 @@ NOTHING = -1  # in a spare slot
 
 
 def none(layers: int, devices: int, spare: int) -> np.ndarray:
-    """Return the spare slots of each layer, int64 [layers, D x spare], all of them empty (`NOTHING`)."""
+    """Return a plan without copies: the spare slots of each layer, int64 [layers, D x spare], all empty (`NOTHING`)."""
     return np.full((layers, devices * spare), NOTHING, np.int64)
 
 
