@@ -146,7 +146,7 @@ def _check_ends(text: str, chunks: list[str]) -> None:
 
 
 def text_count(chunks: list[str], letter: str) -> int:
-    """Return how often a letter occurs in all chunks."""
+    """Return how often a letter, which stands for a kind of layer, occurs in all chunks of a pipeline layout."""
     return sum(chunk.count(letter) for chunk in chunks)
 
 

@@ -255,8 +255,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return what the options --resume say: "auto" or the checkpoint from which the run starts, and, if --resume was
-    given as auto and as a folder, the checkpoint from which the run starts if it has none of its own.
+    """Return two values from the options --resume: "auto" or a checkpoint's folder; and, if --resume was given both as
+    auto and as a folder, this folder, from which a run without checkpoints of its own starts.
 
     Raises:
         UsageError: the option is empty, or names two folders.
@@ -310,8 +310,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """Return the number of nodes that train; raise ClusterError if hosts, slots, spares and the recipe do not fit
-    together.
+    """Return the number of nodes that train; raise ClusterError if the recipe's workers do not fill whole nodes, or if
+    the host file does not list as many hosts as the recipe and --spares need.
     """
     count, rest = divmod(workers, slots)
     if rest:

@@ -99,7 +99,7 @@ _JUDGED_AGAIN = {"hosts": "versions"}  # check -> the check that judges its evid
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one result of a check.
+    """A `Finding` is one result of a check of a new cluster, such as a slow disk on one host.
 
     Args:
         where: the host; "" if the finding is not about a single host. device: the device's number on the host, or None.

@@ -64,7 +64,7 @@ class Budget(click.ParamType):
     name = "budget"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the time in seconds.
+        """Return in seconds the time that the user wrote, such as 60m.
 
         Raises:
             click.BadParameter: it is not a time, or not between a minute and a day.
@@ -259,7 +259,7 @@ def _shown(recipe: Path) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
-    """Check BUNDLE, and show its contents.
+    """Verify that BUNDLE was not changed, and show the verdict and the findings in it.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
     """
@@ -283,7 +283,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
 
 
 def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
-    """Return the entry that records a bundle under the key `status` of a model card.
+    """Return the entry that records a bundle (the results of `tc3 firsthour`) under the key `status` of a model card.
 
     Raises:
         DataError: a simulated cluster made the bundle.
@@ -299,7 +299,8 @@ def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
 
 
 def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
-    """Add the claim of a bundle to the card of a recipe, and return the claim's text.
+    """Add the verdict of a bundle (the results of `tc3 firsthour`) to the recipe's model card, and return the added
+    text.
 
     Raises:
         DataError: there is no card, the card does not name the recipe, or it has the claim of that day already.

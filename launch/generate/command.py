@@ -52,7 +52,7 @@ class Chosen:
 
     @property
     def weights(self) -> Path:
-        """Return the folder of the weights."""
+        """Return the folder of the chosen weights."""
         return self.source.path
 
     @property
@@ -291,7 +291,7 @@ class Voice:
         self.coder = Coder(tokenizer.spec)
 
     def go_on(self, prompt: str, choose: Callable[[np.ndarray], int]) -> Text:
-        """Return the text that follows `prompt`."""
+        """Generate and return the text with which the model continues `prompt`."""
         before = self.coder.encode([prompt])[0] or [self.tokenizer.eod_id]  # a document begins where one has ended
         if len(before) > self.window:
             click.echo(f"the prompt has {len(before)} tokens; the model sees the last {self.window}", err=True)

@@ -83,7 +83,7 @@ def build(recipe: Path) -> Any:
 
 
 def fill(network: Any, recipe: Path, weights: Path) -> None:
-    """Set every parameter of `network` to its value in the weights.
+    """Load every parameter of `network` from the folder `weights`.
 
     Raises:
         CheckpointError: `weights` lack one, or have it in another shape.

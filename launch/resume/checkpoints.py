@@ -293,9 +293,9 @@ def clear_save_path(root: Path) -> None:
 
 
 def take_stock(run_dir: Path, root: Path) -> None:
-    """Move complete checkpoints of ended attempts into `root` (`adopt`), and then rename again the checkpoints that the
-    run in `run_dir` abandoned when it last went back to an older checkpoint. Call this function before looking for the
-    newest checkpoint.
+    """Move complete checkpoints of ended attempts into `root` (`adopt`). If the run in `run_dir` has gone back to an
+    older checkpoint, also rename the newer checkpoints, so that no resume finds them. Call this function before looking
+    for the newest checkpoint.
 
     A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
     back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.

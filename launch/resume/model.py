@@ -207,8 +207,8 @@ def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
-    experts in an order that the recipe does not know, or with the weights of another model.
+    """Raise CheckpointError if a new run cannot begin with the weights in `checkpoint.load_path`: the folder is missing
+    or holds no weights, its experts are in an order that the recipe does not know, or the weights are of another model.
     """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():

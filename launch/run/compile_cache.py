@@ -204,7 +204,7 @@ def _prepare(
 
 
 def root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder that holds the caches of all keys."""
+    """Return the folder that holds one compile cache for each key."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
 
 

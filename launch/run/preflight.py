@@ -63,7 +63,9 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
 
 
 def check_memory(recipe: Mapping[str, Any]) -> None:
-    """Raise ClusterError if a sharded run on CPU needs more memory than this host has: the kernel would kill it."""
+    """Raise ClusterError if a sharded run on CPU needs more memory than this host has, because the kernel would kill
+    the run.
+    """
     if not chosen(recipe):
         return
     wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
@@ -93,7 +95,8 @@ def check_sound(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:
-    """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make it.
+    """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make the
+    missing file.
 
     The function also raises DataError if two datasets of the recipe, including the held-out dataset, are known to use
     different tokenizers, or if a file of instructions is missing.

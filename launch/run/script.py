@@ -166,8 +166,8 @@ def node_size(recipe: Recipe) -> int:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICES) -> Cluster:
-    """Return the nodes of `hosts_file` (each line has a name and its number of workers, `each` by default); without a
-    file, return names of nodes with `each` workers that the user has to edit.
+    """Return the nodes that `hosts_file` lists: a name and a number of workers (default: `each`) on each line. Without
+    a file, return placeholder names of nodes, which the user has to edit, with `each` workers.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -337,7 +337,7 @@ def reference_scripts() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write the launch scripts of all recipes in launch/scripts/ again."""
+    """Generate the launch scripts of all recipes anew, in the folder launch/scripts/."""
     SCRIPTS.mkdir(exist_ok=True)
     wanted = reference_scripts()
     for path in set(SCRIPTS.glob("*.sh")) - set(wanted):

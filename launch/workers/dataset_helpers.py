@@ -27,7 +27,7 @@ def use_this_python() -> None:
 
 
 def build() -> None:
-    """Compile the helper if it is not up to date.
+    """Compile MindFormers' C++ helper of its dataset, if the compiled file is not up to date.
 
     Raises:
         ClusterError: mindformers is not installed, or make or g++ fails (the compiler's words are in the message).

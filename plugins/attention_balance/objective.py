@@ -161,7 +161,7 @@ def objective_of(
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
     """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
-    samples]. The returned bound is the largest of several bounds.
+    samples]. The returned bound is the largest of several lower bounds on the step time.
 
     With one sample in a slot, one group of ranks and no pipeline some assignment reaches the bound (`assign.py`). The
     other cases use the following bounds (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups

@@ -88,8 +88,8 @@ class Layout:
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots], which hold the numbers of items
-    of the dataset.
+    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots]; the values are indices of the
+    dataset's items.
 
     A step's plan follows only from the samples of its window. Windows begin at multiples of their size, counted from
     step 0, so a resumed run has the same windows as an uninterrupted run.

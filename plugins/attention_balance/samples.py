@@ -103,8 +103,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
 
 
 def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
-    """Return the values of a `BlendedDataset`'s items, in the order of the blend, from the values of the samples of its
-    datasets.
+    """Return one value for each item of a `BlendedDataset`, in the order of the blend; `values` holds the values of the
+    samples in each blended dataset.
 
     Args:
         values: for each dataset, float64 [its samples], in that dataset's order.

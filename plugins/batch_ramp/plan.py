@@ -174,7 +174,7 @@ class Division:
 
     @property
     def full(self) -> int:
-        """Return the number of samples in a step with the batch that the recipe itself gives."""
+        """Return the number of samples in a step with the recipe's own batch, which is the batch after the ramp."""
         return self.ranks * self.micro * self.micro_batches
 
     @property

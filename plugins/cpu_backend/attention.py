@@ -136,7 +136,7 @@ relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
 
 
 class Unrounded(PrimitiveLike):
-    """This `Cast` omits casts to float16."""
+    """An `Unrounded` replaces MindSpore's operator `Cast`, and leaves out casts to float16."""
 
     def __init__(self, cast):
         super().__init__()

@@ -40,7 +40,7 @@ def _of_first(*dtypes):
 
 
 def operator(function, shape, dtype=_of_first):
-    """Return an `ops.Custom` operator for a Python function, in such a way that any process finds the function again.
+    """Return an `ops.Custom` operator that calls a Python function by a number which is the same in every process.
 
     Args:
         function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.

@@ -79,8 +79,8 @@ class Record:
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
-        its copies.
+        """Return the tokens of each device, [layers, D]; the tokens of an expert are distributed equally over its own
+        slot and its copies.
         """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
@@ -130,8 +130,8 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records in a file, as a dictionary by step. The steps that a resumed run repeats replace the earlier
-    records of these steps.
+    """Return the recorded expert loads in a file, as a dictionary step -> record. If a resumed run repeated some steps,
+    the new records of these steps replace the old ones.
 
     Args:
         until: the last step to read, such as the one from which a run is resumed; None: all.
@@ -291,8 +291,8 @@ def carry_over(
 ) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
     another layout or global batch, or cannot be read. If `source` is the file `own` itself and its records cannot be
-    used, the file is renamed, and a new one begins. (In another global batch a step number is another place in the
-    data.)
+    used, the file is renamed, and a new file begins. (With another global batch, the same step number stands for other
+    samples.)
 
     Args:
         form: devices, layers and experts of this run.

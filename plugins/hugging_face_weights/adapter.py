@@ -85,7 +85,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
-        """Return whether a tensor is one of the routed experts, under its name in MindFormers or in Hugging Face."""
+        """Return whether a tensor belongs to a routed expert, given its name in MindFormers or in Hugging Face."""
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:

@@ -37,7 +37,7 @@ def _targets(written: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """A `Settings` says which adapters are trained."""
+    """A `Settings` says which LoRA adapters are trained, and their rank and scale."""
 
     KEY = KEY
     RIGHT = f"write {{rank: 16, alpha: 32}}, or {KEY}: False"
@@ -53,7 +53,7 @@ class Settings(Section):
 
     @property
     def scale(self) -> float:
-        """Return the number by which the product of B and A is multiplied."""
+        """Return the number by which the product of an adapter's matrices B and A is multiplied."""
         return self.alpha / self.rank
 
 

@@ -97,7 +97,7 @@ class Host:
         self.library.add_pass(front_end_done, refuse_missing)
 
     def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
-        """Compute one operator of a graph, a collective or a kernel, and write its results into MindSpore's memory."""
+        """Compute one operator of a graph (a collective or a kernel), and write its results into MindSpore's memory."""
         if name not in self.kernels:
             self.collectives.run(name, attrs, inputs, outputs)
             return

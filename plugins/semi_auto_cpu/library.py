@@ -236,7 +236,7 @@ class Library:
         self._loaded.tc3_replace(name.encode(), int(low))
 
     def add_pass(self, front_end_done: Callable[[], None], missing: Callable[[dict[str, int]], None]) -> None:
-        """Make the pass run in every later compilation, at the end of MindSpore's front end.
+        """Make the library's compiler pass run at the end of MindSpore's front end in every later compilation.
 
         Args:
             front_end_done: a function that is called first; it sets MindSpore's target back to CPU.

@@ -65,8 +65,8 @@ def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return the number of the sample after the last sample that a run has trained, if the run has trained `done`
-    samples.
+    """Return the index, in the whole data, of the sample after the last one that a run with `done` trained samples has
+    trained.
     """
     return original(done - 1, skipped) + 1 if done else 0
 

@@ -63,7 +63,9 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` holds the differences between two runs, or the laws that one run breaks."""
+    """A `Verdict` holds the differences between two runs, or, for a single run, the laws (relations that hold in every
+    correct run) that the run breaks.
+    """
 
     findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
     changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
@@ -87,7 +89,7 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return the number of findings that come before those of `first`; rounding explains each of them."""
+        """Return the number of differences, all explained by rounding, that come before the first larger difference."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property

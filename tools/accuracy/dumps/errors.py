@@ -61,7 +61,7 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 @dataclass(frozen=True)
 class Scale:
     """A `Scale` is a factor by which all elements of a tensor differ from the golden tensor, found by least squares.
-    `error` is the distance between 1 and the interval [low, high] in which this factor lies; `allowed` is the tolerance
+    `error` is the distance between 1 and the interval [low, high] in which the factor lies; `allowed` is the tolerance
     of `error`.
     """
 

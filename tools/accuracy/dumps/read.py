@@ -101,8 +101,8 @@ def parse(text: str) -> Name:
 
 class NpyFile:
     """An `NpyFile` is an open .npy file whose values `chunks` yields; as a context manager it closes the file. The
-    constructor raises DataError if the file is missing or is no .npy file, and `chunks` if it is shorter than its
-    header says.
+    constructor raises DataError if the file is missing or is no .npy file; the method `chunks` raises DataError if the
+    file is shorter than its header says.
     """
 
     def __init__(self, path: Path):

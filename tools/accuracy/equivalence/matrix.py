@@ -103,8 +103,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies whose names or kinds are in `names`. Without names, return all strategies, but of those
-    that are executed as a sharded graph, which take minutes each, only a default selection.
+    """Return the strategies whose names or kinds are in `names`. If `names` is empty, return all strategies except most
+    of those that are executed as a sharded graph, because each of these takes minutes.
 
     With `base`, the recipe from `one_worker`, rows that need what its model lacks are left out. With `drawn`, the
     arguments of `draw_cases`, layouts are drawn, too; of them only those that are named, so that one that failed can be

@@ -26,8 +26,8 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     """Return the initial float32 weights by Hugging Face's names. The weights of norms are not 1 and the biases are not
-    0, so that a norm or bias that is left out changes the results. All other weights are small, because with unit
-    variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
+    0, so that a norm or bias that is left out changes the results. Weights other than norms and biases are small,
+    because with unit variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
