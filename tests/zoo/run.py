@@ -81,7 +81,7 @@ RESULTS = Path(__file__).with_name("results.json")  # what was said last of each
 HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 
 Each fault on this page makes a training wrong without an error. The faults occurred in public frameworks or in this
-repository, or were invented for this page like faults that occurred. `tests/zoo` inserts each fault into the mini
+repository, or were invented for this page, modelled on real faults. `tests/zoo` inserts each fault into the mini
 recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
 compares the faulty run with a run without the fault, and is not told which fault was inserted. A run of two processes
 is compared with one process of the same model, and a resumed run with the run that it continues.
@@ -140,17 +140,17 @@ before `diagnose` had been run on any of them. Afterwards the rules of `diagnose
 and the stage `configuration` was accepted as right for faults in how the model is built. The last column of the table
 holds the results of the changed rules, so it does not show how well `diagnose` finds new faults.
 
-The two faults in pipelines (pp2) were run last. At that time `diagnose` also had a finding in a pipeline without a
-fault, an auxiliary loss of 0 / 0, and named this finding first for the two faults, too. After the runs of the two
-faults, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, counters of routers
-that a stage does not use, and loads that were summed over micro-batches.
+The two faults in pipelines (pp2) were run last. When these two faults were run, `diagnose` also reported
+an auxiliary loss of 0 / 0 in a pipeline without a fault, and named this loss first for both faults, too. After the runs
+of the two faults in pipelines, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0,
+counters of routers that a stage does not use, and loads that were summed over micro-batches.
 """,
     "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the command
-because of these faults. Of the first ten faults, six were caught at the first run, but `diagnose` named another stage
-or module: a difference by rounding that came before the fault, routers' biases under the stage `update`, or a router's
-loss before the decoder's loss. After the first run the rules of `diagnose` were corrected. One fault (torchtitan #4054)
-was first inserted into a class that the mini recipe does not use, so it changed nothing. If a fault belongs to no
-module, only the stage was judged.
+because of these faults. For six of the first ten faults, `diagnose` caught the fault at the first run, but named
+another stage or module: a difference by rounding that came before the fault, routers' biases under the stage `update`,
+or a router's loss before the decoder's loss. After the first run of these ten faults the rules of `diagnose` were
+corrected. One fault (torchtitan #4054) was first inserted into a class that the mini recipe does not use, so it changed
+nothing. If a fault belongs to no module, only the stage was judged.
 """,
 }
 LAYOUTS_TOLD = (
@@ -260,8 +260,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
         *rates,
-        f"* Of all {len(now)} faults, `diagnose` with today's rules catches {len(now) - now.count('missed')}, and names "
-        f"the right stage and module of {now.count('right')}.",
+        f"* Of all {len(now)} faults, `diagnose` with today's rules catches {len(now) - now.count('missed')}, and "
+        f"names the right stage and module of {now.count('right')}.",
         f"* In {alarms} of {len(clean)} runs without a fault `diagnose` reported a finding.",
         "",
         LAYOUTS_TOLD,

@@ -110,7 +110,7 @@ def read_limit(text: str) -> Limit:
     else:
         raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: only one number may follow {sign} in a limit, not a list of numbers")
+        raise RecipeError(f"--limit {text!r}: write one number, because only = and != take a list")
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(
             f"--limit {text!r}: the remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
