@@ -92,7 +92,7 @@ class Bundle:
         """
         if self.manifest.simulated:
             raise DataError(
-                f"{self.path}: the results of this bundle are simulated, and a card may claim only measured ones"
+                f"{self.path}: the results of this bundle are simulated, but a card may claim only measured results"
             )
         return f"measured-{self.manifest.device}-{self.manifest.devices}"
 
@@ -273,7 +273,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
             measured = f"{name} {there}" if there else f"an {name} of an older tc3"
             raise DataError(
                 f"{path}: the bundle was measured with {measured}, but this is {name} {here}; measure again, or read "
-                "it with that version"
+                f"the bundle with {measured}"
             )
 
 

@@ -314,9 +314,9 @@ def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
     refuse_unknown(f"{place}: ", content, ("step", "micro_batch", "layers", "tokens"), DataError)
     rows = content["tokens"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        raise DataError(f"{place}: tokens: it must be a list of MoE layers, each a list of the counts of its experts")
+        raise DataError(f"{place}: tokens: write a list for each MoE layer, with the token count of every expert")
     if len({len(row) for row in rows}) > 1:
-        raise DataError(f"{place}: tokens: the layers have different numbers of experts; each must list all experts")
+        raise DataError(f"{place}: tokens: the layers differ in their numbers of experts; list all experts")
     for layer, row in enumerate(rows):
         for expert, count in enumerate(row):
             _check_count(count, f"{place}: tokens[{layer}][{expert}]")
@@ -390,7 +390,7 @@ def _whole(value: Any, place: str) -> int:
 
 def _check_count(value: Any, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a number of tokens: finite, and 0 or more")
+        raise DataError(f"{place}: {str(value)[:40]!r} must be a finite number of tokens, 0 or more")
     return float(value)
 
 
@@ -410,8 +410,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
         if row.tokens.shape != rows[0].tokens.shape:
             here, before = (" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
             raise DataError(
-                f"{row.place}: tokens: this line has {here} layers x experts, but the first line {before}; all lines "
-                "must have the same numbers"
+                f"{row.place}: tokens: this line has {here} (layers x experts), but the first line has {before}; all "
+                "lines must have the same numbers of layers and experts"
             )
         own[row.micro_batch] = row
     most = max(map(len, steps.values()))

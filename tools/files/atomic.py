@@ -177,8 +177,8 @@ def not_written(target: Path, error: OSError) -> DataError:
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(
-            f"{target}: another process has written this folder meanwhile; this command left its files unchanged, "
-            "and wrote nothing"
+            f"{target}: another process has written this folder meanwhile; this command wrote nothing, and left the "
+            "other process's files unchanged"
         )
     return DataError(f"{target}: this path cannot be written ({error.strerror or error})")
 

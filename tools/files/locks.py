@@ -105,7 +105,7 @@ def _opened(path: Path) -> TextIO:
         except OSError as error:
             if not (left and isinstance(error, FileNotFoundError)):
                 raise not_written(path.parent, error) from None
-    raise AssertionError("the last attempt to open the lock file has returned it or raised an error")
+    raise AssertionError("unreachable: the last attempt to open a lock file returns the file or raises an error")
 
 
 def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:

@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -360,7 +361,7 @@ def read_instance(path: Path) -> Instance:
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
-        schema.refuse(f"must be {SCHEMA!r}")
+        schema.refuse(f"the schema must be {SCHEMA!r}")
     root.only(*_KEYS, *_NOTES)
     stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
     if stages * chunks * micro_batches > _PASSES:
@@ -398,7 +399,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
-        place.refuse(f"must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
+        place.refuse(f"the schedule must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
     if chunks == 1:
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
@@ -458,10 +459,11 @@ class _Place:
     def key(self, name: str) -> _Place:
         """Return the value of a key of this mapping; raise `DataError` if the key is missing."""
         if not isinstance(self.value, dict):
-            self.refuse("must be a mapping")
+            self.refuse("the value must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
-            raise DataError(f"{self.path}: {where}: the key is missing{did_you_mean(name, list(self.value))}")
+            near = "".join(f" (the file has {each!r})" for each in get_close_matches(name, self.value, 1))
+            raise DataError(f"{self.path}: {where}: the key is missing{near}")
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
@@ -474,14 +476,14 @@ class _Place:
     def items(self) -> list[_Place]:
         """Return the values of this list; raise `DataError` if it is empty."""
         if not isinstance(self.value, list) or not self.value:
-            self.refuse("must be a list that is not empty")
+            self.refuse("the value must be a list that is not empty")
         return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self) -> str:
-        return self._checked(lambda value: isinstance(value, str) and bool(value), "must be a text")
+        return self._checked(lambda value: isinstance(value, str) and bool(value), "the value must be a text")
 
     def whole(self, most: int) -> int:
-        want = f"must be 1, 2, 3, ... up to {most:,}"
+        want = f"the value must be 1, 2, 3, ... up to {most:,}"
         return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
 
     def number(self, least: float = 0.0) -> float:
@@ -489,7 +491,7 @@ class _Place:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             return number and least <= value <= _LARGEST and value >= -_LARGEST
 
-        return float(self._checked(good, "must be a number" if least < 0 else "must be a number, 0 or more"))
+        return float(self._checked(good, f"the value must be a number{', 0 or more' * (least == 0)}"))
 
     def _checked(self, good: Callable[[Any], bool], want: str) -> Any:
         if not good(self.value):

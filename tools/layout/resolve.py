@@ -141,7 +141,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         base, room = from_recipe(even), room_of(even, hardware, margin=margin)
         if base.adapters:
             wrong = f"{_KEY}: auto: the step time of training with adapters cannot be predicted, so no layout is found"
-            raise RecipeError(f"{wrong}; write the number of layers of each stage, or 0 for even stages")
+            raise RecipeError(f"{wrong}; write the number of extra layers of each stage, or 0 for even stages")
         if base.model.layers < base.pp * base.chunks:  # `tc3 check` refuses each layout
             raise RecipeError(f"{_KEY}: auto: {'; '.join(fewer_than_chunks(base.model.layers, base.pp, base.chunks))}")
     except RecipeError as error:

@@ -164,8 +164,8 @@ def read_compiled(
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(
-            f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks the sums of gradients without a "
-            "proof"
+            f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks without a proof how gradients "
+            "are summed over ranks"
         ) from None
     micro_batches = plan.micro_batches * small.accumulation
     scales = scale_faults(results, micro_batches, mesh.devices)

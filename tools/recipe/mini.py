@@ -65,7 +65,7 @@ def derive_mini(
         raise RecipeError(wrong, "model.model_config.model_type")
     packs = View(recipe).packs
     if packs and workers is not None:
-        raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; train them with --mini only")
+        raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; leave out --parallel")
     leave_ascend(mini)
     shrink_model(model, CONVERSATIONS if packs else length)
     if workers is None and model.get("n_routed_experts") and (mini.get("plugins") or {}).get("hierarchical_ep"):

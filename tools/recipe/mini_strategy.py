@@ -87,7 +87,10 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
     if degrees.workers == 1:
-        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more, or omit --parallel"
+        wrong = (
+            f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more workers, or leave out "
+            "--parallel"
+        )
         raise RecipeError(f"{recipe.source}: {wrong}")
     wanted = max(batch, degrees.dp * least_micro_batches(view, degrees))
     give_strategy(mini, view, degrees, wanted, degrees)

@@ -253,7 +253,7 @@ def _refuse_second(path: KeyPath, present: Any, value: Any, override: str, given
     earlier = given.by.get(path, override)
     if earlier != override and present != value:
         raise RecipeError(
-            f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set; keep one"
+            f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set; keep one --set"
         )
 
 

@@ -283,7 +283,7 @@ def _check_name(overlay: Path) -> None:
     part = is_fragment(os.path.abspath(overlay))
     if is_left_out(overlay) or part:
         what = "a part of a recipe" if part else "no recipe"
-        raise RecipeError(f"--write {overlay}: tc3 check takes a file of this name for {what}; name another file")
+        raise RecipeError(f"--write {overlay}: `tc3 check` takes a file of this name for {what}; name another file")
 
 
 def _kept(options: dict[str, Any]) -> Path | None:

@@ -73,7 +73,7 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     unknown = [(index, found.row) for index, found in enumerate(predictions) if not found.row.cluster]
     if unknown:  # devices that nobody knows, in one line for all of them
         index, row = unknown[0]
-        more = f" (and {len(unknown) - 1} more with an unknown device)" if len(unknown) > 1 else ""
+        more = f" (and {len(unknown) - 1} more rows have an unknown device)" if len(unknown) > 1 else ""
         raise DataError(f"{rows}: rows[{index}].hardware: {row.reason}{more}")
     if not any(found.step_time_s for found in predictions):
         reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])

@@ -110,7 +110,7 @@ def read_limit(text: str) -> Limit:
     else:
         raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: only one number may follow the sign {sign}; write one")
+        raise RecipeError(f"--limit {text!r}: write one number, because only = and != take a list")
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(
             f"--limit {text!r}: the remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
@@ -233,7 +233,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     """
     if swapping and request.hardware.host_link is None:
         raise RecipeError(
-            f"--swap: the time of swapping is not known, because the cluster {request.hardware.name} has no host_link"
+            f"--swap: the time of swapping is unknown, because the cluster file of {request.hardware.name} has no "
+            "host_link (bandwidth between device and host); add this key"
         )
     if not groups:
         return request

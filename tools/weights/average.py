@@ -98,7 +98,7 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
         raise CheckpointError(
-            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give one for each"
+            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give each checkpoint one share"
         )
     given = ", ".join(f"{share:g}" for share in shares)
     if any(not 0 <= share <= 1 for share in shares):  # nor is NaN

@@ -337,7 +337,7 @@ def _telechat2_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple
     """Return (holds, key of model_config, what TeleChat2 does)."""
     width = fields["num_attention_heads"] * fields["kv_channels"]
     return [
-        (yarn is None, "position_embedding_type", "has plain RoPE: 'rope'"),
+        (yarn is None, "position_embedding_type", "has only plain RoPE; write 'rope'"),
         (width == fields["hidden_size"], "head_dim", f"has heads of hidden_size / heads: {fields['hidden_size']} / "
          f"{fields['num_attention_heads']}"),
     ]  # fmt: skip

@@ -286,7 +286,7 @@ def _name(weight: Weight, names: dict[str, str]) -> str:
         return f"{names[adapted]}.lora_{matrix}{WEIGHT}"
     plain = weight.name.removesuffix("_bias")
     if plain not in names:
-        raise RecipeError(f"{weight.name}: MindFormers' name of this weight is not known, so it cannot be placed")
+        raise RecipeError(f"{weight.name}: tc3 does not know MindFormers' name of this weight, so no rank can store it")
     if weight.split == "experts":
         return names[plain]
     return names[plain] + (".bias" if plain != weight.name else ".weight")

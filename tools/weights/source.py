@@ -155,7 +155,7 @@ def open_source(path: Path) -> Source:
         return Source(path, "Hugging Face", _without_index(path, parts))
     if pickles := sorted(file for kind in _PICKLES for file in path.glob(f"*.{kind}")):
         raise CheckpointError(
-            f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors: "
+            f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors with "
             "transformers' save_pretrained(TO, safe_serialization=True)"
         )
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:

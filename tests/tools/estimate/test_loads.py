@@ -243,7 +243,7 @@ BAD = {  # name -> lines, what the message has after the file
     "nothing": ([], "log.jsonl: tokens: the log holds no loads"),
     "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: tokens: this line is not JSON"),
     "no counts": ([{"step": 1}], "log.jsonl:1: tokens: the key is missing"),
-    "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: it must be a list"),
+    "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: write a list for each MoE layer"),
     "a misspelt key": ([{**GOOD, "mirco_batch": 0}], "log.jsonl:1: mirco_batch: .*did you mean 'micro_batch'"),
     "a negative count": ([{"tokens": [[3, -1]] * 7}], r"log.jsonl:1: tokens\[0\]\[1\]: '-1' must be"),
     "NaN": ([{"tokens": [[3, 1], [float("nan"), 2]]}], r"log.jsonl:1: tokens\[1\]\[0\]: 'nan' must be"),

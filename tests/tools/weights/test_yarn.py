@@ -69,9 +69,9 @@ def test_standard_yarn_is_written_for_llama(tmp_path):
 @pytest.mark.parametrize(
     ("scaling", "says"),
     [
-        (None, "rope_scaling is None, the recipe's {'rope_type': 'telechat3-yarn'"),
-        (PUBLIC | {"factor": 8.0}, "rope_scaling.factor is 8.0, the recipe's 4.0"),
-        (PUBLIC | {"beta_fast": 16}, "rope_scaling.beta_fast is 16, the recipe's 32.0"),
+        (None, "rope_scaling is None, but the recipe has {'rope_type': 'telechat3-yarn'"),
+        (PUBLIC | {"factor": 8.0}, "rope_scaling.factor is 8.0, but the recipe has 4.0"),
+        (PUBLIC | {"beta_fast": 16}, "rope_scaling.beta_fast is 16, but the recipe has 32.0"),
         (PUBLIC | {"mscale": 2.0}, "rope_scaling.attention_factor is 1.19"),
         (PUBLIC | {"original_max_position_embeddings": 64}, "rope_scaling.original_max_position_embeddings is 64"),
         (PUBLIC | {"rope_type": "yarn"}, "rope_scaling.attention_factor is 1.138"),

@@ -133,8 +133,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
             raise DataError(
-                f"{bench}: the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}, "
-                "although the dump.json files give both the same shape; one of the dumps is damaged, so make both again"
+                f"{bench}: the array has shape {list(got.shape)}, and the array of {golden} has shape "
+                f"{list(want.shape)}, although the dump.json files give both the same shape; one dump is damaged, so "
+                "make both dumps again"
             )
         identical, total = _first_look(want, got)
         if (identical and np.isfinite(total)) or not want.size:

@@ -116,7 +116,7 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
             f"{kind!r}"
         )
     if schedule.get("learning_rate") is None:
-        raise RecipeError("lr_schedule.learning_rate: the key is missing; write the learning rate after the warm-up")
+        raise RecipeError("lr_schedule.learning_rate: the key is missing; write the rate that the warm-up reaches")
     peak, start = float(schedule["learning_rate"]), float(schedule.get("warmup_lr_init") or 0.0)
     total = schedule.get("total_steps") or 0
     ratio = schedule.get("warmup_ratio")

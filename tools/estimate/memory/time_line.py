@@ -222,7 +222,7 @@ def check_form(path: Path) -> None:
         DataError: the ending of the file's name is not in `FORMS`, or its folder cannot be written to.
     """
     if path.suffix not in FORMS:
-        raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")
+        raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     check_writable(path)
 
 

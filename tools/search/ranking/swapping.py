@@ -84,7 +84,7 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
     """
     every = ways(config)
     if not every:
-        raise RecipeError("swapping: the layers of this model cannot be placed, because dense and MoE layers alternate")
+        raise RecipeError("swapping: this model cannot be split into stages, because dense and MoE layers alternate")
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
     by_time, of = attrgetter("time"), 2 * len(every)
@@ -154,6 +154,7 @@ def _to_host(model: TimeModel, size: float) -> float:
     seconds = model.to_host(size)
     if seconds is None:
         raise RecipeError(
-            f"swapping: the time of swapping is not known, because the cluster {model.hardware.name} has no host_link"
+            f"swapping: the time of swapping is unknown, because the cluster file of {model.hardware.name} has no "
+            "host_link (bandwidth between device and host)"
         )
     return seconds
