@@ -139,25 +139,26 @@ class Start:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="Read the hosts from this file, one on each line as NAME [WORKERS]; spare hosts come last.",
+    help="Read the hosts from this file, one host per line as NAME or as NAME WORKERS (its number of workers); spare "
+    "hosts come last.",
 )
 @click.option(
     "--spares",
     type=Number("spares"),
     default=0,
-    help="Keep this many hosts of --nodes as spares, which replace hosts that fail.  [default: 0]",
+    help="Keep this many of the hosts in --nodes idle as spares, which replace hosts that fail.  [default: 0]",
 )
 @click.option(
     "--host",
-    help="Use this name for this node, one of the names in the file of --nodes.  [default: found by its host name or "
+    help="Give the name of this node in the --nodes file.  [default: the name that equals this node's host name or "
     "address]",
 )
 @click.option(
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
-    f"[default: {RESTARTS}]",
+    help="Give up when the run fails more than this many times in a row without saving a newer checkpoint.  [default: "
+    f"{RESTARTS}]",
 )
 @overrides_option
 @steps_option
@@ -178,7 +179,8 @@ class Start:
 @click.option(
     "--port",
     type=Number("port"),
-    help="Use this port for msrun's scheduler when the workers start for the first time.  [default: a free one]",
+    help="Use this port for the scheduler of msrun (MindSpore's torchrun) when the workers start for the first time.  "
+    "[default: a free one]",
 )
 @no_bind_option
 @click.option(
@@ -193,8 +195,8 @@ class Start:
     type=Number("seconds"),
     default=PATIENCE,
     show_default=True,
-    help="At each start of the workers, wait at most this many seconds until enough hosts have joined and this host "
-    "passes its checks.",
+    help="At each start of the workers, wait at most this many seconds for enough hosts to join and for this host to "
+    "pass its checks.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option(

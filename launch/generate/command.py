@@ -37,7 +37,10 @@ from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
-PROMPT_HELP = "Let the model continue this text; the option may be repeated. An empty text ('') begins a new document."
+PROMPT_HELP = (
+    "Let the model continue this text; the option may be repeated. With an empty TEXT ('') the model writes "
+    "a new document from the start."
+)
 TEMPERATURE_HELP = (
     "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
 )
@@ -210,14 +213,19 @@ class Text:
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Read the model's sizes from this recipe.  [default: the run's recipe]",
+    help="Read the model's configuration from this recipe.  [default: the run's recipe]",
 )
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path),
     help="Use the tokenizer in this folder.  [default: the corpus's tokenizer]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the prompts, the generated texts and their token ids as JSON at the end.",
+)
 @unverified_option
 def generate(
     weights: Path,

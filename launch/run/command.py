@@ -97,8 +97,7 @@ class Asked:
     "--parallel",
     is_flag=True,
     help=(
-        "With --mini: also keep the recipe's parallel strategy, scaled down to the number of CPU workers that "
-        "--workers gives."
+        "With --mini: keep the recipe's parallel strategy too, scaled down to as many CPU workers as --workers says."
     ),
 )
 @click.option(
@@ -122,24 +121,33 @@ class Asked:
     "--restarts",
     type=Number("restarts"),
     default=0,
-    help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
+    help="Restart the run when it fails, but at most this many times in a row without a newer checkpoint.",
 )
-@click.option("--port", type=Number("port"), help="Use this port for msrun's scheduler.  [default: a free one]")
+@click.option(
+    "--port",
+    type=Number("port"),
+    help="Use this port for the scheduler of msrun, MindSpore's torchrun.  [default: a free one]",
+)
 @no_bind_option
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="With --script: read the hosts from this file, one on each line as NAME [WORKERS].",
+    help="With --script: read the hosts from this file, one host per line as NAME or as NAME WORKERS (its number of "
+    "workers).",
 )
 @click.option(
     "--compile-cache",
     "cached",
     is_flag=True,
-    help="Load the graph that an earlier start of the same recipe compiled; if there is none, store this start's "
-    "graph for later starts.",
+    help="Load the graph that an earlier start of the same recipe compiled, or, if no such graph is stored, compile it "
+    "and store it for later starts.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the exact msrun command that would start the workers; start nothing, and write nothing.",
+)
 @unverified_option
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and everything else on stderr."
