@@ -297,7 +297,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     if given is not None:
         if given not in hosts:
             raise ClusterError(
-                f"--host {given}: {file} does not list this host; give one of its names: {', '.join(hosts[:5])}"
+                f"--host {given}: {file} does not list this host; give one of the hosts that the file lists: "
+                f"{', '.join(hosts[:5])}"
             )
         return given
     name = socket.gethostname()
@@ -305,9 +306,14 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
     found = [host for host in hosts if host.strip("[]") in ours]
     if not found:
-        raise ClusterError(f"{file} does not list {name}: give the name under which it lists this node with --host")
+        raise ClusterError(
+            f"{file} lists neither the name {name} of this machine nor one of its addresses: give this "
+            "machine's name in that file with --host"
+        )
     if len(found) > 1:
-        raise ClusterError(f"{file}: {' and '.join(found)} both name this node: give one of them with --host")
+        raise ClusterError(
+            f"{file}: {' and '.join(found)} are both names of this machine: choose one of these names with --host"
+        )
     return found[0]
 
 
@@ -318,8 +324,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
-            f"{file}: {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each line, where N "
-            "is the number of workers on that host"
+            f"{file}: the recipe's {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each "
+            "line, where N is the number of workers on that host"
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count

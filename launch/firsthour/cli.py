@@ -309,7 +309,8 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     card = recipe.absolute().parent / CARD
     if not card.is_file():
         raise DataError(
-            f"{card}: this file, which lists what was verified of each recipe, does not exist; copy one from recipes/"
+            f"{card}: this file, which lists what was verified of each recipe, does not exist; copy a card.yaml from a "
+            "folder of recipes/"
         )
     with nullcontext() if dry_run else locked(card.parent):  # two at once: each would write its claim over the other's
         return _write_claim(bundle, recipe, card, dry_run)
@@ -331,8 +332,9 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
     at = own.find("\n    status:\n", start)
     if at < 0:
         raise DataError(
-            f"{card}: recipes.{recipe.name}.status: no line of this entry holds only `status:`, below which the "
-            f"claim would be added; write `status:` on a line of its own, and the entry's claims below that line"
+            f"{card}: recipes.{recipe.name}.status: the claim must be added below a line that holds only `status:`, "
+            "but this entry has no such line; write `status:` on a line of its own, and the entry's claims below "
+            "that line"
         )
     at = own.index("\n", at + 1) + 1
     if not dry_run:

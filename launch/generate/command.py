@@ -82,9 +82,9 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         path = _newest_checkpoint(path)
     source = open_source(path)
     if source.form == "one file":
-        raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint that holds it")
+        raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint to which it belongs")
     if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}")
+        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}; give another checkpoint")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
     _refuse_model(recipe, source)
     return Chosen(source, recipe)
@@ -110,7 +110,8 @@ def _recipe_beside(weights: Path) -> Path:
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
         raise RecipeError(
-            f"--recipe: {weights} is not in the folder of a run, so name the recipe of its model with this option"
+            f"{weights} is not in the folder of a run, from which the recipe could be read; name the recipe of its "
+            "model with --recipe"
         )
     return file
 
@@ -119,27 +120,29 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(
-            f"{recipe.source}: model.model_config.seq_length: the key is missing; write the length of the context"
+            f"{recipe.source}: model.model_config.seq_length: the key is missing; write the number of tokens of the "
+            "model's context"
         )
     if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
         raise CheckpointError(
-            f"{source.path}: the checkpoint holds adapters, but {recipe.source} does not have {LORA}: name the recipe "
-            "of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's folder)"
+            f"{source.path}: the checkpoint holds LoRA adapters, but {recipe.source} does not have {LORA}: with "
+            "--recipe name the recipe that trained this checkpoint (for a run of tc3 train: recipe.yaml in the "
+            "run's folder)"
         )
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: the checkpoint holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: "
-            "name the recipe of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's "
-            "folder)"
+            "with --recipe name the recipe of this checkpoint's model (for a run of tc3 train: recipe.yaml in the "
+            "run's folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0
         raise RecipeError(
             f"{recipe.source}: the model has {size:,} parameters ({size * 4 / 1e9:,.0f} GB in float32), but tc3 "
-            f"generate takes models of at most {LARGEST:,}: for each token the command computes the whole context "
-            "again, in one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can "
-            "serve"
+            f"generate takes models of at most {LARGEST:,} parameters, because it computes the whole context again "
+            "for each token, in one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and "
+            "transformers can serve"
         )
 
 
@@ -282,7 +285,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     if tokenizer.vocab_size > known:
         raise DataError(
             f"{tokenizer.spec.folder}: this tokenizer has {tokenizer.vocab_size:,} ids, but the model of "
-            f"{chosen.weights} knows {known:,}: name the model's own tokenizer with --tokenizer"
+            f"{chosen.weights} has only {known:,}: name the model's own tokenizer with --tokenizer"
         )
 
 
@@ -332,8 +335,8 @@ class Voice:
         found = self.logits(ids)[: self.tokenizer.vocab_size]
         if np.isnan(found).any():
             raise CheckpointError(
-                "the model's logits are not numbers (NaN), so it cannot choose a token; `tc3 weights inspect --values` "
-                "says whether the weights are finite"
+                "the model's logits are not numbers (NaN), so no token can be chosen; `tc3 weights inspect --values` "
+                "shows whether the weights are finite"
             )
         return found
 

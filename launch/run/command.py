@@ -79,7 +79,8 @@ class Asked:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
         if self.script and (self.restarts > 0 or self.cached):
             raise click.UsageError(
-                "--restarts and --compile-cache work only on this host; on a cluster use tc3 agent, which has both"
+                "--restarts and --compile-cache do not work with --script; on a cluster use tc3 agent, which restarts "
+                "runs and has a compile cache"
             )
         _ = self.size
 
@@ -288,7 +289,10 @@ def _script(asked: Asked) -> None:
     The recipe is checked here; its data and devices are looked for where the script runs.
     """
     if asked.resume == "auto":
-        raise click.UsageError("--script needs --resume DIR: a script cannot know which checkpoint will be the newest")
+        raise click.UsageError(
+            "--script needs --resume DIR instead of --resume auto, because a script cannot know "
+            "which checkpoint will be the newest"
+        )
     flat, settings = checked_recipe(asked.recipe, asked.overrides, asked.steps, asked.resume, asked.run_dir)
     checkpoint = in_checkout(Path(asked.resume)) if asked.resume else ""
     place = in_checkout(asked.run_dir) if asked.run_dir else str(FULL_SIZE.run_dir(asked.recipe))

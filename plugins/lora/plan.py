@@ -117,7 +117,7 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | N
         chosen(settings, layers_of(fields))
     graph_mode_only(recipe, KEY)
     if value_at(recipe, f"{MODEL}.pet_config"):
-        wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
+        wrong = f"MindFormers' own LoRA, which this key switches on, cannot be combined with {KEY}; write null"
         raise RecipeError(wrong, f"{MODEL}.pet_config")
     if (optimizer := value_at(recipe, "optimizer.type")) not in (None, OPTIMIZER):  # None: nothing is trained
         raise RecipeError(

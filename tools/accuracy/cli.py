@@ -332,7 +332,9 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list[tuple[Spec, 
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise click.BadParameter(f"{name!r} is not an operator{hint}; `--list` shows all", param_hint="NAME")
+            raise click.BadParameter(
+                f"{name!r} is not an operator{hint}; `--list` shows all operators", param_hint="NAME"
+            )
     chosen = [spec for spec in SPECS.values() if not names or {spec.name, spec.name.split(".")[0]} & set(names)]
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:
