@@ -307,7 +307,7 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.option(
     "--explain-oom",
     is_flag=True,
-    help="List the keys of the recipe that would free memory, and how much step time each would cost.",
+    help="List changes of the recipe's keys that would free memory, and how much step time each change would cost.",
 )
 @click.option(
     "--limit",
@@ -333,7 +333,7 @@ _WIDTH = 130  # of tables in a file or pipe
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Compare with the memory of this cluster's devices, and predict times on this cluster.",
+    help="Compare the predicted memory with that of this cluster's devices, and predict times on this cluster.",
 )
 @click.option(
     "--measured",

@@ -262,7 +262,10 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"the value {SAMPLES!r} works only with lr_schedule, which this recipe lacks"
         raise RecipeError(f"{wrong}; write {STEPS!r}, or add lr_schedule", f"{KEY}.learning_rate")
     if settings.learning_rate == SAMPLES and value_at(recipe, "grouped_lr_schedule"):
-        wrong = f"the value {SAMPLES!r} works only with one lr_schedule for all weights, not with one for each group"
+        wrong = (
+            f"the value {SAMPLES!r} works only with one lr_schedule for all weights, not with a schedule for each "
+            "parameter group"
+        )
         raise RecipeError(f"{wrong}; write {STEPS!r}", f"{KEY}.learning_rate")
     return settings
 

@@ -124,8 +124,8 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | N
             f"{KEY} works only with {OPTIMIZER}, not with {optimizer!r}; write {OPTIMIZER}", "optimizer.type"
         )
     for other, why in (
-        ("expert_balance", "moves experts with their moments, and frozen experts have none"),
-        ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),
+        ("expert_balance", "moves experts together with their optimizer moments, which frozen experts do not have"),
+        ("grouped_gradient", "replaces gradients of experts' weights, which frozen experts do not have"),
     ):
         if value_at(recipe, f"plugins.{other}", False) is not False:
             raise RecipeError(f"plugins.{other} {why}; write {other}: False", f"plugins.{other}")

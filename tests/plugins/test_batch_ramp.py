@@ -125,7 +125,7 @@ def test_how_layouts_divide_a_step():
         ({}, "which this recipe lacks; write 'steps'"),
         (
             {"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}},
-            "not with one for each group",
+            "not with a schedule for each parameter group",
         ),
         ({"lr_schedule": {"type": "ConstantWarmUpLR"}}, ""),
     ],

@@ -169,7 +169,7 @@ def collectives_command(
     if recipe.is_dir():
         if overrides or keep:
             raise click.UsageError(
-                "--set and --keep work only with a recipe, because a run's folder is compared unchanged; leave them out"
+                "--set and --keep work only with a recipe, not with the folder of a run; leave out --set and --keep"
             )
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)

@@ -245,7 +245,7 @@ def _wrong(told: Any) -> str:
     if not isinstance(told, dict):
         return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
-        return f"it lacks {lacking[0]}"
+        return f"the key {lacking[0]} is missing"
     if not _is_count(told["step"]) or told["step"] < 1:
         return f"step is {_short(told['step'])}, should be the number of a step"
     if not isinstance(told["places"], dict) or not all(map(_is_count, told["places"].values())):

@@ -27,8 +27,8 @@ INPUT_HELP = (
     f"{' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of Python's standard library."
 )
 OUTPUT_HELP = (
-    "Write the tokens to PREFIX.bin and PREFIX.idx, and facts about the corpus (counts, ids, sources) to PREFIX.json; "
-    "a missing folder is created."
+    "Write the tokens to PREFIX.bin and PREFIX.idx, and facts about the corpus (such as token counts and sources) to "
+    "PREFIX.json; a missing folder is created."
 )
 TOKENIZER_HELP = (
     "`bytes` trains a byte-level BPE tokenizer on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder "

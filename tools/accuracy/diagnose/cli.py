@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     "--all",
     "everything",
     is_flag=True,
-    help="Print the differences of all steps and of all stages of the comparison, not only those of the first stage "
-    "that differs.",
+    help="Print the differences of all steps and all stages (such as samples, forward, gradients), not only of the "
+    "first stage that differs.",
 )
 @click.option(
     "--keep",
