@@ -125,7 +125,7 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
         if "m" in chunk and index != last:
             raise RecipeError(
                 f"layout {text!r}: chunk {index} ({chunk}) holds MTP layers, but the last decoder layer is in chunk "
-                f"{last}, and MindFormers runs MTP in that chunk"
+                f"{last}, and MindFormers runs MTP layers in that chunk; move the MTP layers there"
             )
         if "t" not in chunk and 0 < index < len(chunks) - 1:
             raise RecipeError(

@@ -307,7 +307,7 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.option(
     "--explain-oom",
     is_flag=True,
-    help="List the keys of the recipe that would free memory, and how much step time each would cost.",
+    help="List changes of the recipe's keys that would free memory, and how much step time each change would cost.",
 )
 @click.option(
     "--limit",
@@ -320,26 +320,26 @@ _WIDTH = 130  # of tables in a file or pipe
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on a stage over one step (.svg, .png), or write the values (.json).",
+    help="Draw the memory in use on one pipeline stage during one step (.svg, .png), or write the values (.json).",
 )
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Show memory over time and the largest tensors at the peak for this pipeline stage; by default for the "
-    "fullest stage.",
+    help="Show memory over time, and the largest tensors at the peak, for this pipeline stage; by default for the "
+    "stage with the highest peak.",
 )
 @click.option(
     "--cluster",
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Take the memory of a device, and predict times, for this cluster.",
+    help="Compare the predicted memory with that of this cluster's devices, and predict times on this cluster.",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Read a bundle that `tc3 firsthour` wrote for RECIPE, and use the memory that it measured in place of the "
+    help="Use the memory values that `tc3 firsthour` measured with RECIPE and stored in this bundle, instead of "
     "assumed values.",
 )
 @click.option("--loads", metavar="LOADS", help=HELP)

@@ -62,8 +62,9 @@ class Allocation:
         """
         if self.workers % self.slots:
             raise ClusterError(
-                f"{self.workers} workers do not fill whole nodes of {self.slots} workers: list the hosts and their "
-                "workers in a file and give it with --nodes"
+                f"the recipe's {self.workers} workers do not fill whole nodes of {self.slots} workers: write a file "
+                "with the line NAME N for each host, where N is its number of workers, and give the file with "
+                "--nodes"
             )
 
     @property

@@ -184,7 +184,7 @@ class Disk:
         except OSError as error:
             if error.errno in NO_LINKS:
                 raise ClusterError(
-                    f"{path.parent}: the disk of this folder has no hard links, which agents need; choose a "
+                    f"{path.parent}: the disk of this folder does not support hard links, which agents need; choose a "
                     "folder on another disk"
                 ) from None
             if error.errno != errno.EEXIST:

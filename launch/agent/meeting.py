@@ -96,7 +96,7 @@ class Meeting:
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
         if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
-            raise ClusterError(f"--host {host!r}: this is not a valid host name; give a name from the list of nodes")
+            raise ClusterError(f"--host {host!r}: this is not a valid host name; give a name from the file of --nodes")
         self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
         self.disk = disk or Disk(lost_after)
         self.me = Holder(host, self.disk.name)
@@ -301,7 +301,9 @@ class Meeting:
     def _check_place(self, number: int) -> None:
         claim = self._claim(number, self._place)
         if claim.holder != self.me or claim.lost():
-            raise ClusterError(f"{claim.folder}: another agent of {self.host} has replaced this agent, which ends now")
+            raise ClusterError(
+                f"{claim.folder}: another agent of host {self.host} has replaced this agent, so this agent ends now"
+            )
 
     def _gone_or_quiet(self, number: int, host: str) -> bool:
         found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))

@@ -120,8 +120,8 @@ def _run(command: Sequence[str], folder: Path, workers: int, seconds: float) -> 
             ) from None
     if code:
         raise ClusterError(
-            f"{folder / 'msrun.log'}: msrun ended with exit code {code}, so the collectives were not measured; this "
-            "file holds its output"
+            f"{folder / 'msrun.log'}: the collectives were not measured, because msrun ended with exit code {code}; "
+            "read its output in this file"
         )
 
 
@@ -131,7 +131,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
         return list(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         raise ClusterError(
-            f"{file}: rank {rank} has measured nothing; read the log of this rank below {folder}"
+            f"{file}: rank {rank} did not write this file with its measured times; read the rank's log in {folder}"
         ) from None
 
 

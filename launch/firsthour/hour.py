@@ -391,7 +391,8 @@ class Hour:
                     "with --budget"
                 )
         raise ClusterError(
-            f"`tc3 {shlex.join(words)}` ended before this check killed it to test resuming: start tc3 firsthour again"
+            f"`tc3 {shlex.join(words)}` ended before tc3 firsthour could kill it to test resuming: start tc3 firsthour "
+            "again"
         )
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:

@@ -126,9 +126,9 @@ class NpuHour(Hour):
         each = max(count for count in range(1, self.each + 1) if devices % count == 0)
         if devices // each > len(self.names):
             raise ClusterError(
-                f"{self.recipe}: {devices} devices cannot be divided equally among {len(self.names)} nodes of "
-                f"{self.each} devices; give a recipe whose data_parallel, model_parallel and context_parallel fill "
-                "whole nodes"
+                f"{self.recipe}: {devices} devices cannot be divided equally among {len(self.names)} nodes with at "
+                f"most {self.each} devices each; give a recipe whose data_parallel, model_parallel and "
+                "context_parallel fill whole nodes"
             )
         return self.names[: devices // each], each
 

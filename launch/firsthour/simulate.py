@@ -161,7 +161,7 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     wanted = ("what", "node", *DEFECTS[defect["what"]])
     refuse_unknown(f"{place}.", defect, wanted, ClusterError)
     if missing := [key for key in wanted if key not in defect]:
-        raise ClusterError(f"{place}.{missing[0]}: the key is missing, but a defect of this kind needs it")
+        raise ClusterError(f"{place}.{missing[0]}: the key is missing, but this kind of defect needs the key")
     if "group" in defect:
         refuse_unknown(f"{place}.group: ", [defect["group"]], GROUPS, ClusterError, "group")
     device = Range(0, found.devices_per_node - 1)
@@ -171,7 +171,8 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     if "to" in defect:
         if not isinstance(defect["to"], list) or len(defect["to"]) != 2:
             raise ClusterError(
-                f"{place}.to: {defect['to']!r} must be the other end of the link, written as [node, device]"
+                f"{place}.to: {defect['to']!r} does not name the device at the other end of the link; write [node, "
+                "device]"
             )
         ends["to[0]"] = defect["to"][0]
         _check_numbers(f"{place}.", {"to[1]": defect["to"][1]}, {"to[1]": device})

@@ -278,7 +278,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     if steps is not None:
         raise DataError(
             f"{what}, but --steps {steps:,} takes {view.samples:,}: choose --steps {least} at most, or add "
-            f"conversations; for several passes choose --set runner_config.epochs=N, without --steps"
+            "conversations; for several passes over the data choose --set runner_config.epochs=N, without --steps"
         )
     changes = steps_overrides(recipe, least)
     if not any(each.startswith(_WARMUP) for each in changes) and view.number(tuple(_WARMUP.split(".")), 0) >= least:

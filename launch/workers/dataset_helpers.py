@@ -40,7 +40,7 @@ def build() -> None:
     try:
         done = subprocess.run(["make", "-C", str(folder)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise ClusterError("make is not installed: apt-get install make g++") from error
+        raise ClusterError("make is not installed; install it with: apt-get install make g++") from error
     if done.returncode:
         raise ClusterError(f"MindFormers' dataset helper does not compile:\n{done.stderr.strip()[-800:]}")
 

@@ -66,8 +66,8 @@ class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
         if (num_shards or 1) != schedule.layout.ranks:
             raise RecipeError(
                 f"parallel.dataset_strategy: the data is divided among {num_shards or 1} ranks, but "
-                f"parallel_config.data_parallel is {schedule.layout.ranks}: plugins.attention_balance needs both to be "
-                "equal"
+                f"parallel_config.data_parallel is {schedule.layout.ranks}: plugins.attention_balance needs both "
+                "numbers to be equal"
             )
         if isinstance(stock.source, BaseMockDataLoader):
             return stock

@@ -325,8 +325,8 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = count_at(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{KEY} does not support interleaved parts of micro-batches: with {interleaved}, MindFormers takes "
-            f"{interleaved} times as many samples and cuts each micro-batch again; write 1",
+            f"{KEY} does not support the value {interleaved}, with which MindFormers takes {interleaved} times as many "
+            "samples per step and splits each micro-batch; write 1",
             INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True

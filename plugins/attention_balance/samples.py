@@ -375,5 +375,6 @@ def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
     if len(other):
         raise DataError(
             f"{CONFIG}.eod: documents of {corpus} do not end with token {eod}: {len(other)} of {len(tokens)} documents "
-            f"end with token {other[0]}; masks and costs need the corpus' own end-of-document token"
+            f"end with token {other[0]}; write the token with which the documents of the corpus end, because "
+            "attention masks and costs depend on it"
         )

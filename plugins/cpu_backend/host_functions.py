@@ -159,8 +159,8 @@ def _text(value: Any, what: str) -> str:
     if type(value) in (type(None), bool, int, float, str):
         return repr(value)
     raise TypeError(
-        f"{what} is {value!r}: a function in a graph may capture only None, bool, int, float, str and tuples of these, "
-        "so that its name identifies it"
+        f"{what} is {value!r}, but a Python function that a graph calls may capture only values of type None, bool, "
+        "int, float and str, and tuples of these values"
     )
 
 

@@ -138,7 +138,10 @@ def refuse_missing(nodes: dict[str, int]) -> None:
     """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
-        raise RecipeError(f"device_target CPU: there is no kernel for {told}; see docs/semi-auto-cpu.md")
+        raise RecipeError(
+            f"device_target CPU: there is no CPU kernel for these operators of the graph: {told}; see "
+            "docs/semi-auto-cpu.md"
+        )
 
 
 def before_mindformers(recipe: Mapping[str, Any]) -> Host:

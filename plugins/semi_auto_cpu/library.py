@@ -136,7 +136,9 @@ def _place(told: dict[str, Any]) -> Tensor | Constant:
     if "value" in told:
         return Constant(_constant(told["value"]))
     if told["type"] not in DTYPES:
-        raise TypeError(f"MindSpore's tensor type {told['type']} has no counterpart in NumPy, in which kernels compute")
+        raise TypeError(
+            f"MindSpore's tensor type {told['type']} has no counterpart in NumPy, with which the CPU kernels compute"
+        )
     return Tensor(DTYPES[told["type"]], tuple(told["shape"]), ctypes.c_uint8 * told["bytes"])
 
 

@@ -343,9 +343,9 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
-        "and fail if one worker is slower than the others. Probe only a host on which no training runs, because the "
-        "probe and the training would slow each other down.",
+        help="Also measure for some seconds how fast each worker's matrix products, memory, disk and links are, using "
+        "all of its cores; fail if a worker is slower than the others. Probe only a host on which no training "
+        "runs, because the probe and the training would slow each other down.",
     )
     return flag(workers(command))
 

@@ -243,22 +243,22 @@ class Degrees(click.ParamType):
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Predict the costs for this cluster.",
+    help="Predict compute and communication times for this cluster.",
 )
 @click.option(
-    "--hardware", hidden=True, help="Give the cluster by the old name of --cluster, which existing scripts may use."
+    "--hardware", hidden=True, help="This option is the old name of --cluster, and is kept for existing scripts."
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
     type=Number("skew"),
-    help="Assume that the busiest device has this many times the mean load in every layer and micro-batch, as "
-    "--loads NUMBER does.",
+    help="Assume that the busiest device has this many times the mean load in every layer and micro-batch; --loads "
+    "with a number does the same.",
 )
 @click.option(
     "--ep",
     type=Degrees(),
-    help=("Compare these EP degrees (expert_parallel); by default only the recipe's own degree is shown."),
+    help=("Compare these expert-parallel degrees; by default only the recipe's own degree (expert_parallel) is shown."),
 )
 @overrides_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

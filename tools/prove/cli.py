@@ -49,7 +49,7 @@ _SHOWN = 10  # problems that are printed; --json has all
 
 @click.command("prove", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of each kind of stage.")
+@click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of whole pipeline stages.")
 @overrides_option
 @jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

@@ -291,15 +291,22 @@ def runs() -> None:
 )
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Draw all attempts of the runs on a time line (.svg or .png)."
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write the report as an HTML page with tables and pictures to this file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw a timeline of the runs, with all starts after failures (.svg or .png).",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Also compare the usual step time with the step time predicted for the cluster that tc3 firsthour measured.",
+    help="Also compare the run's median step time with the step time that is predicted for the cluster that tc3 "
+    "firsthour measured.",
 )
 def report_command(
     folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None, measured: Path | None

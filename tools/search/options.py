@@ -23,8 +23,8 @@ margin_option = click.option(
     type=Number("margin"),
     metavar="SHARE",
     help=(
-        "Leave this share of the memory limit free, such as 0.05. The default share is the known error of the "
-        "estimator."
+        "Leave this share of the memory limit free, such as 0.05. The default share is the relative error that the "
+        "memory predictions had on published runs."
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -78,10 +78,11 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Spend at most N units of work on the search for each placement of layers; a unit takes about a second on "
-            "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and on "
-            f"fast machines. low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
-            f"The default is {default}, or less if --time-limit does not allow that much work."
+            "Spend at most N units of work on each search for a placement of layers; a unit takes about a second on "
+            "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and "
+            f"on fast machines. The word low stands for {EFFORTS['low']:g} units, normal for {EFFORTS['normal']:g}, "
+            f"and high for {EFFORTS['high']:g}. The default is {default}, or less if --time-limit does not allow "
+            "that much work."
         ),
     )
 

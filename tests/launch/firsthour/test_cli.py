@@ -219,7 +219,7 @@ def test_a_claim_is_not_added_to_the_next_recipe_of_a_card(hour, tmp_path):
         manifest=replace(read_bundle(hour[0] / "b.zip").manifest, simulated=False), claim="measured-910B3-8",
         json=lambda name: [],
     )  # fmt: skip
-    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: no line of this entry holds only"):
+    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: the claim must be added below a line"):
         cli.write_claim(found, recipe, dry_run=False)
     assert card.read_text() == before
 

@@ -142,7 +142,7 @@ def test_hosts_that_do_not_fit_are_refused(hosts, name):
 def test_what_cannot_be_launched_is_refused(tmp_path):
     with pytest.raises(ClusterError, match=r"nowhere\.txt: the file cannot be read"):
         cluster_for(8, tmp_path / "nowhere.txt")
-    with pytest.raises(ClusterError, match="12 workers do not fill whole nodes of 8 workers: list the hosts"):
+    with pytest.raises(ClusterError, match="the recipe's 12 workers do not fill whole nodes of 8 workers: write"):
         cluster_for(12)
     with pytest.raises(ClusterError, match="--port 80: msrun needs a port from 1024"):
         generate({}, port=80)

@@ -322,4 +322,4 @@ def start(command: list[str], log: Path, run: Path) -> None:
     if code == REFUSED and told:
         raise RecipeError(told[-1])
     last = (told or lines or [""])[-1]
-    raise SideFailedError(f"{log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")
+    raise SideFailedError(f"the process {log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")

@@ -121,7 +121,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
         layout += tuple(each for each in changes if each.words[-1] == "batch_size")  # a rank's share of the same batch
     numbers = tuple(each for each in changes if each.meaning.group == "numbers" and each not in layout)
     if others := [each for each in numbers if each.words[-1] in SIZES and each.words[: len(MODEL)] == MODEL]:
-        raise OtherModelError(", ".join(f"{each.words[-1]} {each.before} and {each.after}" for each in others))
+        raise OtherModelError(", ".join(f"{each.words[-1]} is {each.after}, not {each.before}" for each in others))
     software = _software(a, b) if b else ()
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []
