@@ -52,8 +52,8 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return the layer of each operator of a forward pass, read from the operator's path of cells; an operator without
-    a layer in its path belongs to the layer of the operator before it.
+    """Return the layer of each operator of a forward pass, read from its module path. An operator without a layer in
+    its module path belongs to the layer of the operator before it.
     """
     found, current = [], _FIRST
     for node in nodes:
@@ -218,9 +218,9 @@ def curve_of(moments: Sequence[Moment]) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph has
-    such a number, otherwise `even`. The argument `even` is a rank's number of tokens x top-k, which is the number of
-    rows of each rank if routing is even.
+    """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph pads
+    them, and `even` otherwise. The argument `even` is a rank's number of tokens x top-k, which is the number of rows of
+    each rank if routing is even.
     """
     rows = even
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):

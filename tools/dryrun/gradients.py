@@ -147,8 +147,8 @@ def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]
 def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return for each weight the operator that makes the last sum of the weight's gradient over ranks, or the operator
-    that computes the gradient if the gradient is not summed: (subgraph, operator) for each path to the optimizer.
+    """Return, for each weight, the last operator that sums the weight's gradient over ranks, or the operator that
+    computes the gradient if it is not summed. Each path to the optimizer gives one (subgraph, operator).
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED

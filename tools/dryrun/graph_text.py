@@ -92,8 +92,8 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the text of the graph that `virtual_cluster.final_graph` finds, or the compressed text of a graph that
-    `compiles.text_of` names.
+    """Parse MindSpore's final graph from its text, which may be compressed. The functions `virtual_cluster.final_graph`
+    and `compiles.text_of` return the path of such a text.
 
     Raises:
         ClusterError: the file cannot be read, or is not the text of a graph.

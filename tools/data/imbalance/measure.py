@@ -1,5 +1,5 @@
-"""This module measures before a run how unevenly a corpus loads the devices of a recipe, without and with
-`plugins/attention_balance`.
+"""This module estimates, before a run, how unevenly the documents of a corpus load the devices of a recipe, without and
+with `plugins/attention_balance`.
 
 1. The module maps the document lengths of PREFIX.idx into memory, and builds the dataset's index as MindFormers will
    build it; no token is read.
@@ -66,8 +66,8 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as that of an evenly loaded
-        step.
+        """Return the seconds of a step whose computation takes `over_even` times as long as the computation of an
+        evenly loaded step.
         """
         return self.even + (over_even - 1) * self.stretched
 
@@ -120,20 +120,18 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return the quantile `share` of the values: the smallest value that at least this share of all values does not
-        exceed.
-        """
+        """Return a quantile: the smallest value v for which at least the fraction `share` of all values is at most v."""
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value v such that all values up to v together make up at least `share` of the sum of all
-        values.
+        """Return the smallest value v for which the values up to v add up to at least the fraction `share` of the sum
+        of all values.
         """
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for each power of two in the range of the values: how many values lie in
-        [from, below), and their sum.
+        """Yield (from, below, count, sum) for each power of two in the range of the values: the number and the sum of
+        the values in [from, below).
         """
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):

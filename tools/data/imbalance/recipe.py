@@ -36,8 +36,8 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` holds the values that the measurement needs from a recipe whose documents do not attend to each
-    other.
+    """A `Setting` holds the values that `tc3 data imbalance` needs from a recipe in which tokens attend only to their
+    own document.
 
     Args:
         sequence_length: the number of tokens of a sample. seed: the seed of the dataset's shuffling.
@@ -66,8 +66,8 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return the reason why every sample of this recipe costs the same; return an empty text if the costs of samples
-    differ.
+    """Return the reason why every sample of a recipe needs the same amount of computation, or an empty text if the
+    amounts differ.
 
     Raises:
         RecipeError: the recipe does not train on a Megatron corpus.
@@ -213,8 +213,8 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
-    the mean, once without and once with the plan of `plugins/attention_balance`.
+    """A `OneStep` holds the attention work of each rank's micro-batches in one step, without and with
+    `plugins/attention_balance`. Both arrays are [ranks, micro-batches], and their work is divided by the mean work.
     """
 
     number: int
@@ -271,7 +271,8 @@ class _Window:
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
     """Return how evenly the samples of a recipe load the devices, with and without the plans of
-    `plugins.attention_balance`. A plan covers the consecutive steps that begin at one of `starts` (int64 [n], rising).
+    `plugins.attention_balance`. Each number in `starts` (int64 [n], rising) is the first of the consecutive steps for
+    which the plugin makes one plan.
     """
     reporter.start("planning steps", len(starts))
     windows = []

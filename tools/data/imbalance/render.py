@@ -1,4 +1,6 @@
-"""This module shows an imbalance as text for people, as JSON for programs, and as a picture."""
+"""This module shows how evenly a corpus loads the devices of a recipe, as text for people, as JSON for programs, and as
+a picture.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +247,7 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 def draw(found: Imbalance, path: Path) -> Path:
     """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
-    every sample costs the same, the picture shows only lengths.
+    every sample needs the same amount of computation, the picture shows only the lengths of the documents.
     """
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)
