@@ -222,9 +222,9 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the forward and backward passes of a stage in the order in which the root graph calls them. A chunk has
-    one forward and one backward subgraph (lazy inline), which the root graph calls once for each micro-batch, in the
-    order of the micro-batches; chunks are numbered in the order of their first forward passes.
+    """Return the forward and backward passes of a stage in the order in which the root graph calls them. The root graph
+    calls the forward and the backward subgraph of a model chunk once for each micro-batch, in order. Model chunks are
+    numbered in the order of their first forward passes.
     """
     chunks = chunks_of(graph)
     place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
@@ -240,7 +240,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the forward and backward subgraph of each chunk, in the order of their first forward passes."""
+    """Return the forward and backward subgraph of each model chunk, in the order in which the chunks first run forward."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:

@@ -99,8 +99,8 @@ def kinds_of(step: Any) -> dict[str, str]:
 
 
 def on_host(step: Any) -> set[str]:
-    """Return the names of the parameters that a training step keeps in the host's memory: with `optimizer.swap`
-    MindFormers' optimizers give their moments `device="CPU"`, which MindSpore has no public function to read.
+    """Return the names of the parameters that a training step keeps in the host's memory, such as the optimizer's
+    moments with `optimizer.swap`.
     """
     return {item.name for item in step.get_parameters() if item._get_user_data("parameter_device") == "CPU"}
 
@@ -214,9 +214,9 @@ def under_loads(
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the number of
-    "communicators" of the compiled rank that has the most communicators (without those of its Sends and Receives), and
-    their "bytes" with HCCL's default buffer size.
+    """Return the memory that HCCL needs on a device beside `context.max_device_memory`: the number of "communicators"
+    and the "bytes" of their buffers of default size. The number is the largest one of all compiled ranks, without the
+    communicators for Sends and Receives.
     """
     graphs = [result.get("graph", {}) for result in results]
     every = [

@@ -34,8 +34,8 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is a key of the recipe whose value differs between layers: the path to the value, the layers for
-    which it is on, and whether the recipe lists the numbers of layers (with swapping) instead of counting them.
+    """A `Setting` is a key of the recipe whose value differs between layers, with the layers for which it is on. The
+    field `numbered` says whether the recipe lists layer numbers (with swapping) instead of a number of layers.
     """
 
     path: tuple[str | int, ...]
@@ -45,8 +45,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` describes layers that compile to the same graph: "dense" or "moe", which of the recipe's settings are
-    on, and whether the layer is recomputed as a whole.
+    """A `Kind` describes layers that compile to the same graph: whether they are "dense" or "moe", which settings are
+    on for them, and whether they are recomputed as a whole.
     """
 
     block: str
@@ -157,8 +157,8 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """A `Small` is the small model that is compiled instead of the real one: kinds of layers by stage, the real layers'
-    kinds [stage][chunk][layer], and the recipe.
+    """A `Small` describes the small model that a quick dry run compiles instead of the real model: its recipe, the
+    kinds of layers in each of its stages, and the kinds of the real model's layers [stage][chunk][layer].
     """
 
     groups: list[list[Kind]]

@@ -198,8 +198,9 @@ def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int)
 
 
 def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, the number of
-    weights whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other weight.
+    """Return a summary of the weights' gradients on all compiled ranks. The key "weights" is the number of weights, and
+    "right" counts the weights whose gradient is summed over exactly the ranks that hold a copy. The keys "wrong" and
+    "unknown" hold a sentence for each other weight.
     """
     right = 0
     wrong: list[str] = []

@@ -42,17 +42,17 @@ class Scale(NamedTuple):
     unread: str = ""
 
     def times(self, other: Scale) -> Scale:
-        """Return the product of two factors."""
+        """Return the product of this factor and another factor of a gradient."""
         return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
 
     def over(self, other: Scale) -> Scale:
-        """Return the quotient of this factor and another factor."""
+        """Return this factor of a gradient divided by another factor."""
         by = self.by / other.by if other.by else math.inf
         return Scale(by, self.senses - other.senses, self.unread or other.unread)
 
 
 def number_of(text: str) -> float | None:
-    """Return the number that a constant in the graph's text holds; None for any other argument."""
+    """Return the number that a constant in the graph's text holds; return None if the text is no such constant."""
     found = _NUMBER.fullmatch(text)
     return float(found[1] or found[2]) if found else None
 

@@ -69,14 +69,18 @@ class Recompute:
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
-        """Return the number of layers of a chunk and stage with an option ("full", "select" or "communication")."""
+        """Return the number of layers of a chunk and stage that a recompute option ("full", "select" or
+        "communication") covers.
+        """
         table = getattr(self, option)
         return table[chunk][stage] if table else 0
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together."""
+    """A `Configuration` describes one training run: its model, layout, batch and settings. The constructor raises
+    RecipeError if parallel degrees or layers do not fit together.
+    """
 
     model: Model
     dp: int = 1
@@ -234,12 +238,12 @@ class Configuration:
 
     @property
     def rank_sequence(self) -> int:
-        """Return the number of tokens of each sequence that one device routes."""
+        """Return the number of tokens of one sequence that one device routes to experts."""
         return self.sequence // (self.tp * self.cp)
 
     @property
     def rank_tokens(self) -> int:
-        """Return the number of tokens of a micro-batch that a tensor-parallel group computes."""
+        """Return the number of tokens of a micro-batch that a tensor-parallel group processes."""
         return self.batch * self.sequence // self.cp
 
 
@@ -397,7 +401,9 @@ def joined(names: Iterable[str]) -> str:
 
 
 def parts_of(option: str) -> tuple[str, ...]:
-    """Return the names of the options that a joined recompute option consists of; () for "none"."""
+    """Return the parts of a combined recompute option, such as ("select", "attention") for "select+attention"; return
+    () for "none".
+    """
     return () if option == "none" else tuple(option.split("+"))
 
 
@@ -420,8 +426,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the size of the group of ranks over which the optimizer shards a weight, out of the ranks that hold the
-    same part of the weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
+    """Return the number of ranks over which the optimizer shards a weight. This number is 1 if `shard_size` does not
+    divide the number of ranks that hold the same part of the weight, because MindSpore then shards nothing.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1

@@ -90,8 +90,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """A `Newer` holds the mean and the worst |predicted / measured - 1| of step times, over all device types, on runs
-    whose software is newer than that of the fitted runs.
+    """A `Newer` holds the mean and the largest error |predicted / measured - 1| of step times, over all device types,
+    on runs whose software is newer than the software of the fitted runs.
     """
 
     rows: int
@@ -188,7 +188,7 @@ def _own(hardware: Hardware) -> Efficiency:
 
 def known_error(hardware: Hardware) -> KnownError | None:
     """Return the known error of predicted step times on a cluster's device type. The error is None if the cluster's
-    file states its own efficiencies, or if fewer than two groups of published runs used this device type.
+    file states its own efficiencies, or if the fit has fewer than two groups of published runs on this device type.
     """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
@@ -280,7 +280,7 @@ class DeviceTimes:
         return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of the matrix products `matmul` in the run's precision."""
+        """Return the seconds that a device needs for the matrix products `matmul` in the run's precision."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0

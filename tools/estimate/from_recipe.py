@@ -64,8 +64,8 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
 
 
 def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
-    """Return a recompute key's value, which names layers by their numbers, as a table of counts [chunks][stages]; for a
-    mapping of operator patterns, return the table of the pattern with most layers.
+    """Convert the value of a recompute key, which lists layer numbers, to the number of layers in each [chunk][stage].
+    If the value maps operator patterns to layer numbers, use the pattern with the most layers.
 
     Raises:
         ValueError, TypeError: the value is neither a flag, nor a list of layer numbers, nor a mapping from operator
@@ -229,7 +229,8 @@ def shards_gradients(view: View) -> bool:
 
 
 def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
-    """Return whether MindSpore 2.9.0 is known to finish compiling a layout with sharded gradients (docs/memory.md).
+    """Return whether MindSpore 2.9.0 is known to compile a layout with sharded gradients to the end (see
+    docs/memory.md).
 
     In a pipeline MindSpore searches along every path of a subgraph for the number of the micro-batch, if the subgraph
     does not state this number. The number of paths grows exponentially with the layers, and with three layers the
@@ -275,8 +276,8 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
-    layers whose norms are recomputed. A flag or a number of layers selects MindFormers' default operators: the
+    """Return the number of layers in each [chunk][stage] in which a value of `select_recompute` saves memory. Only
+    recomputing norms saves memory. A flag or a number of layers selects MindFormers' default operators: the
     multiplication and the activation function of an MLP. With a fused SwiGLU these default operators do not exist, and
     `tc3 dryrun` finds that recomputing them saves no memory.
     """
@@ -352,14 +353,16 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the numbers of the layers that the value of a recompute key names, if the recipe swaps activations."""
+    """Return the numbers of the layers that the value of a recompute key lists; recipes that swap activations list
+    layer numbers.
+    """
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return a table of counts of layers unchanged, or None if all of its counts are 0."""
+    """Return a table of layer counts [chunks][stages] unchanged, or None if all counts are 0."""
     return table if table and any(map(any, table)) else None
 
 
@@ -452,7 +455,9 @@ def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> An
 
 
 def names_groups(value: Any) -> bool:
-    """Return whether the value of a recompute key holds at least one pattern of a group of operators."""
+    """Return whether the value of a recompute key holds at least one operator pattern of a known group (such as
+    attention).
+    """
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 

@@ -1,5 +1,5 @@
-"""This module lists the collectives of a run that the estimator predicts: for each group of the mesh (tp, cp, ep, dp,
-pp) the operator, the bytes of its largest call, the ranks, and the predicted seconds.
+"""This module lists the collectives of a run with their predicted times. For each parallel group (tp, cp, ep, dp, pp)
+it gives the operator, the ranks, and the bytes and the predicted seconds of the largest call.
 
 This module contains no formulas. A `Noted` is the estimator's `TimeModel`, and also records each call of the functions
 that predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
@@ -87,9 +87,8 @@ class Noted(TimeModel):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list of calls: the slowest All-to-All of the whole group, or
-        for a dispatch in two steps (`plugins.hierarchical_ep`) the slowest call between nodes and the slowest one
-        inside a node.
+        """Add the slowest call that exchanges the experts' tokens to the list of calls. A dispatch in two steps
+        (`plugins.hierarchical_ep`) adds two calls: the slowest call between nodes and the slowest call inside a node.
         """
         if config.ep == 1 or not config.model.experts:
             return
@@ -128,9 +127,9 @@ class Noted(TimeModel):
 
 
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
-    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of the same name
-    (such as dp) with different numbers of ranks count as different kinds, because gradients of experts have fewer
-    copies than other gradients.
+    """Return the largest communication call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of
+    the same name (such as dp) with different numbers of ranks count as different kinds, because gradients of experts
+    have fewer copies than other gradients.
     """
     model = Noted(hardware)
     for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):

@@ -202,9 +202,9 @@ def score_passes(config: Configuration) -> float:
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Return the number of query-key pairs of a device's micro-batch for one head, averaged over layers if every second
-    layer has an attention window. Pairs of tokens in different documents are masked, and a causal kernel spends no time
-    on them (`attended`).
+    """Return the number of query-key pairs that one attention head computes for a device's micro-batch. If every second
+    layer has an attention window, this is the average over layers. Pairs of tokens in different documents are masked,
+    and a causal kernel spends no time on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence
@@ -242,7 +242,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the routed experts on the busiest device, including sorting the token copies by expert and
-    back, for a `share` of a micro-batch's tokens, such as one chunk.
+    back. The argument `share` is the fraction of a micro-batch's tokens that is processed, such as one chunk.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

@@ -103,7 +103,7 @@ class ExpertTimes(DeviceTimes):
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
-        """Return the cost of expert-parallel communication in an MoE layer."""
+        """Return the seconds of an MoE layer's expert-parallel communication that computation does not hide."""
         if config.ep == 1 or not config.model.experts:
             return NOTHING
         if config.ep_cut or config.shared_beside:
@@ -224,8 +224,8 @@ def _steps(
 
 @dataclass(frozen=True)
 class Parts:
-    """A `Parts` holds the seconds that one layer takes for one micro-batch on a device; communication counts only while
-    the device waits for it.
+    """A `Parts` holds the seconds that a device spends on one layer for one micro-batch, by part (such as matmul or
+    attention). Communication counts only while the device waits for it.
 
     The field `cut` holds the seconds that the chunks of `plugins.ep_overlap` add to the time of the experts.
     """

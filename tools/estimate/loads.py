@@ -1,4 +1,5 @@
-"""This module describes how unevenly a router loads the devices of an expert-parallel group, for time and for memory.
+"""This module describes how unevenly a router loads the devices of an expert-parallel group, for predictions of time
+and memory.
 
 A `Loads` holds the load of each device divided by the mean, by step, micro-batch and MoE layer. There are four kinds:
 

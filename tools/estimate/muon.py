@@ -26,7 +26,7 @@ ITEM = 2  # bytes of a number that is gathered
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `Matrix` stands for `count` matrices of the shape [rows, columns], which Muon makes orthogonal one by one."""
+    """A `Matrix` stands for `count` matrices of the shape [rows, columns], which Muon orthogonalizes one by one."""
 
     rows: int
     columns: int
@@ -48,13 +48,13 @@ class Matrix:
 
 
 def orthogonal(weight: Weight, config: Configuration) -> bool:
-    """Return whether Muon, and not AdamW, updates a weight of this run."""
+    """Return whether Muon (instead of AdamW) updates a weight of this run."""
     name, axes = ENDS.get(weight.name, weight.name), 2 if weight.columns > 1 else 1
     return config.muon and not weight.frozen and router_state.orthogonal(name, axes)
 
 
 def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
-    """Return the matrices of a weight that a device makes orthogonal; the list is empty if AdamW updates the weight."""
+    """Return the matrices of a weight that a device orthogonalizes; the list is empty if AdamW updates the weight."""
     if not orthogonal(weight, config):
         return ()
     model, columns = config.model, weight.columns

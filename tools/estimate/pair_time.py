@@ -1,5 +1,5 @@
-"""This module predicts the seconds of a pair: two passes through MoE layers that run together, so that the
-communication of each pass is hidden under the computation of the other pass.
+"""This module predicts the seconds of a forward and a backward pass that run as a pair. In a pair, the communication of
+each pass in the MoE layers is hidden under the computation of the other pass.
 
 A pair consists of the forward pass of one micro-batch and the backward pass of another micro-batch, which run together
 through the layers of a chunk.
@@ -85,9 +85,9 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """Return the seconds that running passes in pairs saves, [chunks, chunks, stages], in the form of
-    `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers. If two chunks have different numbers of
-    layers, only as many layers run in pairs as the smaller chunk has.
+    """Return the seconds that are saved if forward and backward passes run in pairs, as an array [chunks, chunks,
+    stages] like `Durations.hidden`. The argument `layers` [chunks, stages] holds the numbers of MoE layers. If two
+    chunks have different numbers of layers, only as many layers run in pairs as the smaller chunk has.
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]

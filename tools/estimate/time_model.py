@@ -1,4 +1,5 @@
-"""This module predicts the seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
+"""This module predicts the seconds of a training step, from the times of layers, the pipeline, the communication of
+gradients and weights, and the optimizer.
 
 The repository has no other model of step time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all
 use this model.
@@ -462,8 +463,8 @@ def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, s
 def pipeline_of(
     work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
 ) -> Any:
-    """Return the seconds of all micro-batches on the slowest stage plus the seconds of one micro-batch on the other
-    stages; `work` [..., stages] holds the seconds of one micro-batch.
+    """Return the seconds of a pipeline: all micro-batches on the slowest stage, plus one micro-batch on each other
+    stage. The argument `work` [..., stages] holds the seconds of one micro-batch on each stage.
 
     For equal stages this is (m + (p - 1) / v) (f + b), as in Narayanan et al. (arXiv 2104.04473). Each micro-batch and
     chunk is sent and received once in each direction. The work of the other stages is divided by `chunks`; `transfers`

@@ -45,7 +45,8 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
-    """Return the costs as values for JSON (bytes, seconds, shares), in which pairs are [without overlap, with overlap].
+    """Return the costs of expert-parallel communication (bytes, seconds, shares) as values for JSON, in which each pair
+    is [without overlap, with overlap].
 
     Args:
         asked: the text of `--loads`.
@@ -162,7 +163,7 @@ def _mode_rows(report: ModeReport) -> list[tuple[str, str]]:
 
 
 def arrow(shares: tuple[float, float]) -> str:
-    """Return a pair of shares such as (0.3, 0.05) as the text ``30 % -> 5 %``."""
+    """Return two shares such as (0.3, 0.05) as the text ``30 % -> 5 %``."""
     return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
 
 

@@ -1,4 +1,4 @@
-"""This module lists changes of a run that reduce its memory on a device, each change by itself or two together.
+"""This module lists changes to a run that reduce its memory on a device: single changes, and pairs of changes.
 
 A change keeps the devices and the global batch. The memory of the changed run is predicted anew, which shows how much
 memory the change frees. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
@@ -27,8 +27,8 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one change of a run that reduces its memory, or two such changes made together: its name in words,
-    the changed run, and the peak memory of each stage in bytes, [stages].
+    """A `Change` is a change to a run (or two changes together) that reduces the memory of the run. It holds a
+    description, the changed run, and the peak memory of each stage in bytes.
     """
 
     name: str

@@ -204,7 +204,7 @@ class Judged:
 
     @property
     def verdict(self) -> str:
-        """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for the fullest step of the requested loads."""
+        """Return whether all steps of the given expert loads fit in memory: `FITS`, `UNKNOWN` or `DOES_NOT_FIT`."""
         return DOES_NOT_FIT if self.over.any() else UNKNOWN if self.open.any() else FITS
 
     @property

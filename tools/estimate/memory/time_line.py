@@ -55,7 +55,7 @@ Bytes = Mapping[Owner, float]
 
 
 class Timed(NamedTuple):
-    """A `Timed` is a forward or backward pass with its start and end times."""
+    """A `Timed` is a forward or backward pass of a pipeline schedule with its start and end times."""
 
     op: Op
     start: float
@@ -227,7 +227,9 @@ def check_form(path: Path) -> None:
 
 
 def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
-    """Write a time line as numbers (.json) or as a picture (see `draw`), completely or not at all."""
+    """Write a time line of memory as numbers (.json) or as a picture (see `draw`); an error leaves no partly written
+    file.
+    """
     if path.suffix == ".json":
         write_atomically(path, json.dumps(line.as_json()) + "\n")
     else:
@@ -273,9 +275,10 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, bytes [moments]) for each band of the picture, from bottom to top: parts that exist for
-    the whole step, kept activations by module, and the bytes of the running pass. The modules with the most kept
-    activations have a band each, and the other modules share one band, so that the bands add up to the time line.
+    """Return (label, colour, bytes [moments]) for each band of the picture of memory over time, from bottom to top. The
+    bands are the parts that exist for the whole step, kept activations by module, and the bytes of the running pass.
+    The modules with the most kept activations have a band each, and the other modules share one band, so that the bands
+    add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _COLOURS, strict=True):

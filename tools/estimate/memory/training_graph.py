@@ -88,7 +88,7 @@ def module_of_weight(name: str) -> str:
 
 
 def module_of_path(path: str) -> str:
-    """Return the module to which a name of a parameter, or an operator's path of cells, in MindFormers belongs."""
+    """Return the module of the model to which a parameter's name or an operator's path in MindFormers belongs."""
     return next((module for pattern, module in _PARAMETERS if re.search(pattern, path)), OTHER)
 
 
@@ -105,7 +105,7 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
     """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device;
-    kinds and options are as in `tools.estimate.memory.activations.saved`.
+    the arguments `kind` and `option` have the same values as in `tools.estimate.memory.activations.saved`.
     """
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
@@ -224,7 +224,8 @@ def loss_pass(config: Configuration, mtp: bool) -> float:
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
-    """Return (bytes of the result, ranks, stride) of every exchange that one micro-batch's logits need before the loss.
+    """Return (bytes of the result, ranks, stride) of every collective that transposes one micro-batch's logits for the
+    loss.
 
     Logits have the shape [sequence, batch], and the loss needs [batch, sequence]. If both dimensions are cut, MindSpore
     moves all logits to ranks in another order to transpose them, and back. MindSpore uses an AllGather or AlltoAll over

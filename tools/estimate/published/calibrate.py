@@ -60,8 +60,9 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
-    """Return the efficiencies that fit the step times of `rows`; the fit begins with the efficiencies of `start`, and
-    all rows count as measured on `cluster` (the name of a cluster or a file), whatever hardware the rows name.
+    """Fit efficiencies to the measured step times of `rows`, and return them; the fit begins with the efficiencies of
+    `start`. All rows count as measured on `cluster` (the name of a cluster or a file), even if they name other
+    hardware.
 
     Raises:
         DataError: no row has both a configuration and a step time, or a row cannot have been measured on `cluster`.

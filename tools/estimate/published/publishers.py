@@ -1,5 +1,5 @@
-"""This module turns each publisher's rows of measurements into runs, with assumptions about the publisher's software
-for values that a row does not state.
+"""This module converts published rows of measurements to descriptions of training runs. Values that a row does not
+state are assumed to be the defaults of the publisher's software.
 
 Each source of rows has one set of settings. Rules choose the values that a row does not state, and these rules do not
 use the row's measurement.
@@ -40,7 +40,7 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """An `Unexpressed` error holds the reason why a row cannot be expressed as a `Configuration`."""
+    """An `Unexpressed` error holds the reason why a row of measurements cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the recomputation that words such as "full_recompute_no_sp" state; unknown words state none."""
+    """Return the recompute settings that a text such as "full_recompute_no_sp" describes; other texts mean no
+    recomputation.
+    """
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
