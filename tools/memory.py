@@ -72,8 +72,8 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the memory that the job may use, as far as the model's known error
-    allows a statement.
+    """Return whether a predicted peak fits into the memory that the job may use, or that this is unknown because of the
+    memory model's known error.
     """
     return fit_between(peak, peak, room.cap, room.bytes)
 
@@ -81,9 +81,9 @@ def verdict(peak: float, room: Room) -> str:
 def explain(
     recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
 ) -> list[Proposal]:
-    """Return changes of the recipe that free memory, the best first: changes after which it fits, sorted by step time,
-    then changes after which it might fit, then all others, sorted by freed memory. Pairs of changes are tried only if
-    no single change makes the recipe fit.
+    """Return changes to the recipe that free memory, the best changes first. Changes after which the recipe fits come
+    first, sorted by step time; then changes after which it might fit; then all others, sorted by freed memory. Pairs of
+    changes are tried only if no single change makes the recipe fit.
 
     Args:
         terms: the measured factors of the predicted memory.
@@ -357,7 +357,8 @@ def memory(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Predict the memory of a device of each stage of RECIPE, in seconds and without compiling it.
+    """Predict how much memory a device of each pipeline stage of RECIPE needs, within seconds and without compiling the
+    recipe.
 
     \b
     tc3 memory recipes/telechat3_438b/pretrain_4k.yaml

@@ -17,8 +17,8 @@ import click
 
 
 class Range(NamedTuple):
-    """A `Range` is the range of allowed values of a number. Both bounds are allowed values; with `above` the lower
-    bound is not allowed.
+    """A `Range` is the range of allowed values of a number. The bounds are allowed values, too, except for the lower
+    bound if `above` is True.
 
     Attributes:
         low, high: the bounds, in the unit of the number.

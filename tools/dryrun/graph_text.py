@@ -240,7 +240,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the forward and backward subgraph of each model chunk, in the order in which the chunks first run forward."""
+    """Return the forward and backward subgraph of each model chunk, in the order of the first forward passes."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:

@@ -1,5 +1,5 @@
-"""This module shows a study of expert loads as a picture, as JSON for programs, as text for people, and as an HTML
-page.
+"""This module shows the report on a run's expert loads as a picture, as JSON for programs, as text for people, and as
+an HTML page.
 
 `draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` returns the JSON object,
 `print_text` prints the tables in a terminal, and `page` returns an HTML file that needs no other files.
@@ -262,8 +262,8 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """Return the max/mean of the loads if a router has no preference: the mean over 20 multinomial draws of as many
-    tokens as a step has.
+    """Return the max/mean of the devices' loads that chance causes under a uniform router, as the mean over 20 random
+    (multinomial) draws of a step's tokens.
     """
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
@@ -299,7 +299,7 @@ def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 
 def page(found: Study) -> str:
-    """Return the text of the HTML file that shows a study of expert loads."""
+    """Return the text of the HTML file that shows the report on a run's expert loads."""
     body = [
         markup.text("Expert loads", "h1"),
         markup.text(f"{found.source.file}: {head(found)}"),

@@ -51,8 +51,8 @@ def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False)
 
 
 def only_process_in(folder: Path, command: str, option: str) -> AbstractContextManager[None]:
-    """Hold the lock of a folder against a second start of `command`, whose training processes would disturb those of
-    the first start.
+    """Hold the lock of a folder, so that the same command cannot be started a second time in the folder while it runs;
+    the training processes of two starts would disturb each other.
 
     Args:
         option: the option by which the user chooses the folder.

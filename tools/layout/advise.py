@@ -36,7 +36,7 @@ from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Raise an error if a recipe has no expert-parallel communication, or has none on this cluster.
+    """Raise an error if a recipe has no expert-parallel communication, or if its layout does not fit the cluster.
 
     Raises:
         RecipeError: the recipe has no experts or no expert parallelism, its degrees do not divide each other, or its
@@ -104,17 +104,23 @@ class ModeReport:
 
     @property
     def step(self) -> tuple[float, float]:
-        """Return the seconds of a step with this dispatch mode, without and with overlap."""
+        """Return the predicted seconds of a step with this dispatch mode, once without and once with overlap of EP
+        communication.
+        """
         return self.whole.total, self.cut.total
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of EP communication in a step that computation does not hide, without and with overlap."""
+        """Return the seconds of EP communication in a step that computation does not hide, once without and once with
+        overlap.
+        """
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return exposed EP communication as a share of the step, bubble included, without and with overlap."""
+        """Return exposed EP communication as a share of the step time (including the pipeline bubble), once without and
+        once with overlap.
+        """
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
@@ -339,8 +345,8 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the dispatch mode and the chunks that replace `auto` in a recipe, and one line about each of these values;
-    both results are empty if the recipe has no `auto`.
+    """Return the dispatch mode and the chunks that replace `auto` in a recipe, with one line of text about each value.
+    If the recipe has no `auto`, both results are empty.
 
     The values depend only on the recipe and on the hardware file that the recipe names.
 

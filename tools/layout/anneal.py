@@ -1,5 +1,5 @@
-"""This module improves plans (placements of layers and their recomputation) by simulated annealing with the pipeline
-simulator.
+"""This module improves plans by simulated annealing; a plan places layers on stages and chooses what to recompute. The
+pipeline simulator predicts the step time of each plan.
 
 Each of many annealing chains holds a plan that obeys every rule. In each iteration every chain tries a change of one to
 three layers (another recompute option, another chunk); changes that break a rule are dropped before the simulation,

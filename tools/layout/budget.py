@@ -44,7 +44,7 @@ class Budget:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline; return 0 once the budget was stopped."""
+        """Return the seconds until the search's deadline; return 0 if the search was stopped."""
         return 0.0 if self.stopped else max(0.0, self.seconds - self.elapsed)
 
     @property
@@ -60,11 +60,11 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Return whether no units of work are left."""
+        """Return whether the search has spent its budget, so that no units of work are left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:
-        """Record that the search has spent a number of units of work."""
+        """Subtract the units of work that a search has spent from the units that are left in its budget."""
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
@@ -80,7 +80,7 @@ class Budget:
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:
-        """Discard all remaining units of work."""
+        """Discard all units of work that are left in this budget, so that the search ends."""
         self.stopped = True
 
     def _note_cut(self) -> None:
@@ -107,7 +107,9 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget`; a second Ctrl-C raises KeyboardInterrupt as usual."""
+    """While the block runs, Ctrl-C or SIGTERM stops the search's `budget` instead of the process; a second Ctrl-C
+    raises KeyboardInterrupt.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:

@@ -1,4 +1,4 @@
-"""This module places the layers of a pipeline-balance instance in a fraction of a second, without a solver.
+"""This module assigns the layers of a pipeline-balance problem to stages in a fraction of a second, without a solver.
 
 The recomputation of each stage follows from its layers (`tools.layout.stage_costs`). Therefore only the distribution of
 the layers over stages and chunks is searched for:
@@ -132,14 +132,16 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return a distribution of layers over the chunks, close to `begin`, with which all stages stay within the memory
-    cap if every layer keeps as little memory as possible; return [] if no such distribution was found.
+    """Return a distribution of layers over the chunks, close to `begin`, that fits the memory cap with the recompute
+    options that keep the least memory. Return [] if no such distribution was found.
     """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
 
     def excess(many: list[tuple[int, ...]]) -> np.ndarray:
-        """Return the memory by which each stage exceeds the cap, [N, stages]."""
+        """Return the memory by which each stage exceeds the memory cap under each distribution, as [distributions,
+        stages].
+        """
         plans = np.zeros((len(many), len(instance.columns), len(instance.stage_of)), int)
         for plan, counts in zip(plans, many, strict=True):
             first = 0

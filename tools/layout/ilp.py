@@ -1,5 +1,5 @@
-"""This module formulates a pipeline-balance instance as an exact mixed-integer program for the solver HiGHS. The module
-also proves lower bounds with this program.
+"""This module formulates a pipeline-balance problem as an exact mixed-integer program for the solver HiGHS. The module
+also proves lower bounds on the step time with this program.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -116,7 +116,9 @@ class PathModel:
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find a plan of whole layers that exceeds the memory cap as little as possible (the answer's `value`)."""
+        """Find a plan of whole layers that exceeds the memory cap as little as possible. The answer's `value` is this
+        excess.
+        """
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -256,7 +258,7 @@ class PathModel:
 
 
 class Incumbent:
-    """An `Incumbent` keeps the plan with the shortest simulated step of all legal plans that it is offered."""
+    """An `Incumbent` keeps the best plan so far: the valid plan with the shortest simulated step time."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -326,10 +328,10 @@ def work_bound(instance: Instance) -> float:
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
-    bound. The bound is infinite if no plan fits even with layers that may be divided. The function stops early when
-    `budget` is spent, or when there are far more chains than chunks (each chain makes every later run of the solver
-    slower); the bound is then weaker but still valid.
+    """Return a lower bound on the step time of every plan, and add to `model` the chains of passes that prove the
+    bound. The bound is infinite if no plan fits in memory, even with layers that are divided between stages. The
+    function stops early, with a weaker but valid bound, when `budget` is spent or when there are far more chains than
+    chunks.
     """
     bound = work_bound(instance)
     while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:

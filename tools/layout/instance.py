@@ -1,5 +1,5 @@
-"""This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the
-cost of a solution.
+"""This module describes a pipeline-balance problem in the file format pp-balance/1. It reads the file, and computes the
+step time and the memory of a solution.
 
 The layers of a model are distributed over P stages with V chunks each. Chunk (v, s) is the v-th chunk of stage s. The
 model runs through chunk 0 of all stages, then chunk 1 of all stages, and so on; in V-shaped schedules odd chunks run
@@ -37,8 +37,8 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """An `Option` is one way to recompute a layer, with the time that it adds to the backward pass and the activation
-    memory that a micro-batch in flight keeps.
+    """An `Option` is a recompute option of a layer. It holds the time that recomputation adds to the backward pass, and
+    the activation memory that each micro-batch in flight keeps.
 
     `working` is the memory that one pass needs while it runs: a stage needs the largest of its layers and ends once.
     """
@@ -51,8 +51,8 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """A `LayerType` describes equal layers: their number, the times of a micro-batch, and the memory of their
-    parameters (with gradients and so on).
+    """A `LayerType` describes layers that are equal: their number, the times of one micro-batch, and the memory of
+    their parameters, gradients and optimizer state.
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
     that a stage with such layers needs once; a stage with several types needs the largest.
@@ -127,7 +127,7 @@ class Instance:
 
     @cached_property
     def table(self) -> Timetable:
-        """Return the timetable of the instance's pipeline schedule."""
+        """Return the timetable of the pipeline schedule: the order of the operations on each stage."""
         return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
 
     @cached_property
@@ -140,7 +140,9 @@ class Instance:
 
     @cached_property
     def least_layers(self) -> int:
-        """Return the smallest number of layers of each inner chunk: 1 if there are enough layers, otherwise 0."""
+        """Return the smallest number of layers of each model chunk except the first and the last: 1 if there are enough
+        layers, and 0 otherwise.
+        """
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
 
     @cached_property
@@ -238,7 +240,7 @@ class Instance:
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the simulated step time [N] of plans [N, K, C]."""
+        """Return the simulated step time [N] of N plans, which are given as an array [N, K, C]."""
         times = self.by_stage(self.times(plans)).reshape(len(plans), -1, self.chunks, self.stages)
         return makespans(self.table, *times.transpose(1, 0, 2, 3))
 
@@ -249,8 +251,8 @@ class Instance:
         return replace(self, micro_batches=min(self.micro_batches, few)) if self.schedule in SCHEDULES else self
 
     def short_times(self, plans: np.ndarray) -> np.ndarray:
-        """Return approximate step times [N] of plans [N, K, C]: a step with few micro-batches is simulated, and each
-        further micro-batch is assumed to take as long as on the slowest stage.
+        """Return approximate step times [N] of N plans [N, K, C]. The function simulates a step with few micro-batches,
+        and adds the time of the slowest stage for each further micro-batch.
         """
         short = self._short
         works = self.by_stage(self.times(plans)[:, :2].sum(axis=1)).reshape(len(plans), self.chunks, self.stages)
@@ -265,7 +267,7 @@ class Instance:
         return time, self.by_stage(visits)
 
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
-        """Return the peak memory [N, stages] of plans [N, K, C]."""
+        """Return the peak memory [N, stages] of N plans, which are given as an array [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
         every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
         there = np.stack([plans[:, :, self.stage_of == s].any(axis=2) for s in range(self.stages)], axis=1)
@@ -278,11 +280,11 @@ class Instance:
         return parameters + np.array(held).T
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether no stage exceeds the memory cap."""
+        """Return for each plan whether all of its stages fit within the memory cap."""
         return self.within(self.peak_memory(plans)).all(axis=1)
 
     def within(self, memory: np.ndarray) -> np.ndarray:
-        """Return for each amount of memory whether this amount is within the memory cap."""
+        """Return for each given amount of memory whether it is within the memory cap."""
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The
-search looks for the fastest plan in which no stage exceeds the memory cap.
+"""This module assigns layers to stages and chunks, and chooses how each layer is recomputed. It searches for the
+fastest plan in which no stage exceeds the memory cap.
 
 1. A first plan is the plan that the caller gives, or otherwise the quick placement (`fast`); if it fits, a plan with
    evenly spread layers that recompute as little as memory allows is tried, too.
@@ -93,7 +93,9 @@ _PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of the pipeline optimiser: the best plan, its step time and the proven bound."""
+    """An `Outcome` is the result of the pipeline optimiser: the best plan, its step time, and the proven lower bound on
+    the step time.
+    """
 
     instance: Instance
     plan: np.ndarray | None  # [K, C]

@@ -1,5 +1,5 @@
-"""This module computes a lower bound on the step time of all plans in which every chunk of a stage holds whole layers;
-often it also finds the best plan.
+"""This module computes a lower bound on the step time of all plans that do not divide a layer between chunks. The
+module often finds the best plan, too.
 
 A pattern of a stage says how many layers of each type each chunk of the stage holds, and what these layers recompute. A
 pattern is considered only if it fits the stage's memory, recomputes no more than memory requires, and allows a step

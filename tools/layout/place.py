@@ -1,5 +1,5 @@
 """This module assigns the layers of a configuration to stages and chunks, and chooses the recomputation of each layer.
-For this the module calls the pipeline optimiser.
+The module calls the pipeline optimiser (`tools.layout.optimise`) to find the fastest assignment.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), optimises it, and converts the plan to
 tables of layers and recomputation in the form that MindFormers reads: each option counts from a chunk's first layer,
@@ -159,8 +159,8 @@ def place(
     groups: bool = False,
     start: Placement | None = None,
 ) -> Placement:
-    """Return the fastest placement of `config`'s layers that was found, with the recomputation of each layer, in which
-    no stage needs more than `cap_bytes`.
+    """Return the fastest placement that was found for the layers of `config`, with the recomputation of each layer. No
+    stage needs more than `cap_bytes` of memory.
 
     The present placement of `config` is one of the candidates. If dense and MoE layers alternate, layers stay on their
     stages, and only their recomputation is chosen (`recomputing_least`). For schedules with pairs

@@ -69,8 +69,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. If the
-    recipe recomputes the forward pass, the FLOPs of the forward pass count twice.
+    """Return the training FLOPs of one token (without attention scores), and the training FLOPs of attention for one
+    query-key pair. If the recipe recomputes the forward pass, the FLOPs of the forward pass count twice.
 
     Raises:
         RecipeError: the recipe's sizes do not describe a possible model.
@@ -88,9 +88,9 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
-    recipe gives no costs. The function raises the errors of `sample_cost`. Call this function after the layout and the
-    recomputation are resolved, because the costs include recomputation.
+    """Add the FLOPs per token and per query-key pair (see `sample_cost`) to `recipe` in place, if
+    `plugins.attention_balance` is on and the recipe does not set them. This function raises the same errors as
+    `sample_cost`. Call it after the layout and the recomputation are resolved, because the FLOPs include recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -124,7 +124,7 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """This error means that every layout of the recipe's layers exceeds the memory limit."""
+    """This error means that no layout of the recipe's layers fits within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:

@@ -264,7 +264,7 @@ class StageCosts:
 
 
 def least_layers(instance: Instance) -> np.ndarray:
-    """Return the least number of layers that each chunk must hold, [C]."""
+    """Return the smallest number of layers that each model chunk must hold, as an array [C]."""
     found = np.full(len(instance.stage_of), instance.least_layers)
     found[[0, -1]] = 0
     found[-1] = max(found[-1], instance.last_layers)

@@ -1,5 +1,5 @@
-"""This module computes a lower bound on the step time of an instance from weighted chains of operations; the bound
-assumes whole layers.
+"""This module computes a lower bound on the step time of a pipeline-balance problem from weighted chains of operations.
+The bound holds for plans that do not divide layers.
 
 A chain of operations that wait for each other contains the forward and the backward pass of each chunk a number of
 times, and a step takes at least as long as every chain. The weighted mean of the lengths of several chains is therefore
@@ -70,11 +70,13 @@ class _Case:
     after: np.ndarray  # [M] ms after the pipeline if it is
 
     def bound(self, pipeline: float) -> float:
-        """Return a lower bound in ms on the time of a step whose pipeline takes at least `pipeline` ms."""
+        """Return a lower bound in ms on the time of a step whose pipeline (without the work after it) takes at least
+        `pipeline` ms.
+        """
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the time of the pipeline, in ms, above which no step can take less than `goal` ms."""
+        """Return the pipeline time in ms above which a step cannot take less than `goal` ms."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 

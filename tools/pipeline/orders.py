@@ -100,8 +100,8 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in the integer table of an order as a list, without the information which operations form a
-    pair.
+    """Convert the integer table of a stage's order to a list of operations. The list does not say which operations form
+    a pair.
     """
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
@@ -121,14 +121,14 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return the integer table of an order with its missing columns added: the sequence part is 0, and no operations
-    form a pair.
+    """Return the integer table of a stage's order with the missing columns added. In the new columns, the sequence part
+    is 0, and no operations form a pair.
     """
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in GPipe: all forward passes, and then all backward passes."""
+    """Return the order of the operations of a stage in GPipe: all forward passes, and then all backward passes."""
     return np.concatenate(
         [_round("F", range(chunks), 0, micro_batches), _round("B", reversed(range(chunks)), 0, micro_batches)]
     )
@@ -174,13 +174,13 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
 
 
 def interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in Megatron-LM's interleaved 1F1B (arXiv 2104.04473, figure 4)."""
+    """Return the order of the operations of a stage in Megatron-LM's interleaved 1F1B (arXiv 2104.04473, figure 4)."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
 
 
 def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in interleaved 1F1B with the shorter warm-up of plain 1F1B."""
+    """Return the order of the operations of a stage in interleaved 1F1B with the shorter warm-up of plain 1F1B."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
@@ -201,8 +201,8 @@ def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int 
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqsmartvpp, which is seqvpp with a shorter warm-up and needs less memory for
-    activations.
+    """Return the order of the operations of a stage in MindSpore's scheduler seqsmartvpp. It is seqvpp with a shorter
+    warm-up, and needs less memory for activations.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
@@ -232,13 +232,13 @@ def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndar
 
 
 def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in 1F1B with one chunk on each stage, which is the order of PipeDream-flush."""
+    """Return the order of the operations of a stage in 1F1B with one chunk on each stage (PipeDream-flush)."""
     return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in the eight phases of MindSpore's `ZeroBubbleV`, which is a DualPipeV that splits
-    off few weight gradients.
+    """Return the order of the operations of a stage in MindSpore's `ZeroBubbleV`. It is a DualPipeV that splits off few
+    weight gradients.
     """
     after = stages - stage - 1
     half = (stage + 1) // 2

@@ -1,5 +1,5 @@
-"""This module simulates a pipeline schedule. The result is the time of a step, idle times, the memory of each stage
-over time, and a picture.
+"""This module simulates a pipeline schedule. The result of a simulation is the step time, the idle times, the memory of
+each stage over time, and a picture.
 
 The simulation follows these rules:
 * a stage runs its operations one after another in the schedule's order, each operation as soon as its inputs are
@@ -67,8 +67,8 @@ class Durations:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A `Simulation` holds the simulated time of a step, and for each stage the total time of its work and its
-    operations with start and end.
+    """A `Simulation` holds the simulated time of a step, the busy time of each stage, and the start and the end of each
+    operation.
     """
 
     makespan: float
@@ -107,8 +107,8 @@ def simulate(
 
 
 def simulate_timetable(table: Timetable, durations: Durations | Sequence[Durations]) -> Simulation:
-    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`). The argument `durations` is the same
-    as that of `simulate`.
+    """Simulate one step of a pipeline whose stages run their operations in the given orders (see
+    `tools.pipeline.timetable.lay_out`). The argument `durations` has the same form as in the function `simulate`.
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.

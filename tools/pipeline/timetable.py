@@ -84,7 +84,9 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule. The function raises the errors of `tools.pipeline.schedules.operations`."""
+    """Return the timetable of a schedule. The function raises the same errors as
+    `tools.pipeline.schedules.operations`.
+    """
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 

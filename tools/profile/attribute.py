@@ -225,7 +225,7 @@ def modelled(
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
     """Return the predicted seconds that all micro-batches of a step spend in one pipeline stage, by part (matmul,
-    attention, communication, ...) and with recomputation.
+    attention, communication, ...). The seconds include recomputation.
     """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
@@ -294,8 +294,8 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If a
-    profile cannot separate the terms of the host's time, they are joined into one term.
+    """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If
+    the profile does not separate the parts of the host's time, these parts are one term.
     """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
@@ -321,7 +321,9 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """Return a table with the predicted and measured seconds of each term of a step; its last row has their sums."""
+    """Return a table with the predicted and measured seconds of each term of a step (such as matmul), with the sums in
+    the last row.
+    """
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -345,8 +347,8 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return a sentence for each term whose measured and predicted seconds differ by more than a hundredth of the step,
-    the largest difference first, with advice where to look.
+    """Return a sentence with advice for each term (such as matmul) whose measured and predicted seconds differ by more
+    than 1 % of the step time, the largest difference first.
     """
     found = []
     for line in rows:

@@ -1,5 +1,5 @@
-"""This module holds the kernels that MindSpore's profiler recorded, in the same form for every device, and finds for
-each kernel the estimator's term to which its time belongs.
+"""This module describes the kernels that MindSpore's profiler recorded, in the same form for every device. It assigns
+the time of each kernel to a term of the estimator, such as matmul or attention.
 
 All times are in seconds. Shapes are those that the profiler recorded, one tuple for each tensor; () if the profiler did
 not record them.
@@ -27,7 +27,7 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Kernel:
     """A `Kernel` is one execution of an operator that the profiler recorded. In a profile without a time line, a
-    `Kernel` stands for all executions of its kind.
+    `Kernel` stands for all executions of one operator.
 
     Args:
         name: the name of the operator, with the framework's scope if the profiler knows it

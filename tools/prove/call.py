@@ -21,9 +21,7 @@ _STRATEGY = re.compile(r"in_strategy: \((.*?\))\)")  # of each argument, over ho
 
 @dataclass(frozen=True)
 class Part:
-    """A `Part` is one of the parts into which a rank splits a dimension of a value; the parts may have equal or unequal
-    sizes.
-    """
+    """A `Part` is one of the parts (of equal or unequal sizes) into which a rank splits a dimension of a tensor."""
 
     whole: Spread
     axis: int
@@ -43,8 +41,8 @@ Value = Any
 
 @dataclass(frozen=True)
 class Order:
-    """An `Order` stands for integers that routing decides at run time: an order of rows, or the number of rows for each
-    expert or rank.
+    """An `Order` stands for integers that expert routing computes at run time: an order of token rows, or the number of
+    rows for each expert or rank.
 
     Args:
         key: the source of the integers (see `tools.prove.experts`); equal keys mean equal integers on each rank.
@@ -141,7 +139,9 @@ class Call:
             raise NotKnown("there is a rule only for collectives that add")
 
     def shifts(self) -> frozenset[str]:
-        """Return the axes of the device mesh along which any constant argument of the operator has different values."""
+        """Return the axes of the device mesh along which a constant argument of the operator differs from rank to
+        rank.
+        """
         return frozenset().union(*self.differs.values())
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:

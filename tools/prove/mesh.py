@@ -1,5 +1,5 @@
-"""This module finds the axes of the device mesh of a pipeline stage: the mesh has as few axes as possible, but every
-communication group of the graph and every layout is a product of axes.
+"""This module finds the device mesh of a pipeline stage from its compiled graph. The mesh has as few axes as possible,
+and every communication group of the graph spans some of these axes completely.
 
 Redistribution of tensors sums or gathers over a part of the data-parallel or tensor-parallel ranks; therefore data
 parallelism may be two axes of the mesh, `dp.1` (whose ranks are closer to each other) and `dp.2`.
@@ -96,8 +96,8 @@ class Mesh:
         return tuple(reversed(found))
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes of the mesh that make up a communication group; the last of them is the axis along which
-        neighbouring ranks of the group lie.
+        """Return the axes of the mesh that make up a communication group. Neighbouring ranks of the group lie along the
+        last of these axes.
         """
         if list(ranks) != sorted(ranks):
             raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")
@@ -127,7 +127,7 @@ class Mesh:
 
 
 def smallest_factor(size: int) -> int:
-    """Return the smallest prime factor of a number from 2 on."""
+    """Return the smallest prime factor of a number greater than 1."""
     return next(factor for factor in range(2, size + 1) if size % factor == 0)
 
 
@@ -306,8 +306,8 @@ class Peers:
         return other
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of a neighbouring rank's graph that corresponds to an operator: it has the same position
-        among the operators of the same kind and scope.
+        """Return the operator of a neighbouring rank's graph that corresponds to a given operator. Operators correspond
+        if they have the same position among the operators of the same kind and scope.
         """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):

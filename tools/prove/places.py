@@ -24,15 +24,15 @@ def outside(axis: str, other: str) -> bool:
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return the result of `move` for the first possible placement of a value's loose pieces (pieces whose dimension is
-    not known yet) for which `move` raises no error.
+    """Apply `move` to a value with loose pieces (pieces whose dimension is not known yet). Return the result for the
+    first possible placement of these pieces for which `move` raises no error.
     """
     return next(wherever_all(move, x))
 
 
 def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield the result of `move` for each possible placement of a value's loose pieces (pieces whose dimension is not
-    known yet) for which `move` raises no error.
+    """Apply `move` to a value with loose pieces (pieces whose dimension is not known yet). Yield the result for each
+    possible placement of these pieces for which `move` raises no error.
     """
     first: Contradiction | None = None
     right = False
@@ -50,8 +50,8 @@ def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread
 
 
 def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return the result of `move` on several values, for the first possible placement of their loose pieces (pieces
-    whose dimension is not known yet) for which `move` raises no error.
+    """Apply `move` to several values with loose pieces (pieces whose dimension is not known yet). Return the result for
+    the first possible placement of these pieces for which `move` raises no error.
     """
     first: Contradiction | None = None
     for each in chain([given], _equal_placements(given), islice(product(*map(placements, given)), TRIED)):

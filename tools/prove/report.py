@@ -89,8 +89,8 @@ class Stage:
 
 
 def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
-    """Return a function from the name of a communication group to its ranks, for the graph of one compiled rank; the
-    world group consists of the devices of the pipeline stage.
+    """Return a function that maps the name of a communication group in the graph of one compiled rank to the group's
+    ranks. The world group consists of the devices of the pipeline stage.
 
     Args:
         devices: the number of devices of one stage.
@@ -130,7 +130,8 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return the `Typing` that finds how each value in the graph of one compiled rank is distributed over the ranks.
+    """Return a `Typing` object, which finds how each value in the graph of one compiled rank is distributed over the
+    ranks.
 
     Args:
         result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
@@ -282,8 +283,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return a nested dictionary rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's
-    gradient wrong or unknown.
+    """Return the reasons why `tc3 dryrun` found the divisor of a weight's gradient wrong or unknown, as a nested
+    dictionary rank -> weight -> reason.
 
     Args:
         micro_batches, devices: the numbers of micro-batches and devices, as in `tools.dryrun.report.scale_report`.

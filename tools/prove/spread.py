@@ -1,5 +1,5 @@
 """This module describes how a value is distributed over the ranks of a device mesh (its spread), and computes for each
-operation how its result is distributed over the ranks. The module needs neither MindSpore nor files.
+operation how its result is distributed over the ranks. The module does not import MindSpore, and reads no files.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
 (replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). A `Spread` also has a power for
@@ -168,8 +168,8 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """Return the dimensions of a value with each gathered block of pieces moved back to the dimension to which it
-    belongs.
+    """Return the dimensions of a tensor, with each block that an AllGather has put in front of another dimension moved
+    back to its own dimension.
     """
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
@@ -178,8 +178,8 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that is distributed over the ranks
-    in any way.
+    """A `Zeros` describes a tensor that is zero on all ranks. This tensor can be added to any value, however the value
+    is distributed over the ranks.
     """
 
 
@@ -190,7 +190,7 @@ class Alike(Spread):
 
 
 def plain(shape: Iterable[int]) -> Spread:
-    """Return the spread of a value of the given shape of which all ranks hold the same copy."""
+    """Return the spread of a value of the given shape that is replicated on all ranks."""
     return Spread(tuple(tidy((size,)) for size in shape))
 
 
@@ -226,7 +226,9 @@ def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """Return the dimensions of a value unchanged; raise an error if one axis of the mesh cuts two of them."""
+    """Return the dimensions of a value unchanged; raise an error if two dimensions are cut along the same axis of the
+    mesh.
+    """
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -245,14 +247,15 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
-    """Return a `Contradiction` whose message says how values are distributed over ranks, and why this is wrong."""
+    """Return a `Contradiction` error whose message says how values are distributed over the ranks, and why an operation
+    on these values would be wrong.
+    """
     return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
 def placements(x: Spread) -> Iterator[Spread]:
-    """Yield a value's spread unchanged, and then every spread in which its loose pieces (pieces whose dimension is not
-    known yet) lie in other possible dimensions, between the same neighbours and in the same order. Dimensions of one
-    element are tried first, beginning with the last of them.
+    """Yield every possible spread of a value with loose pieces (pieces whose dimension is not known yet), the given
+    spread first. The order of all pieces stays the same. Dimensions of one element are tried before other dimensions.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -351,8 +354,8 @@ def as_tensor(x: Spread) -> Spread:
 
 
 def alike(x: Spread, other: Spread) -> Spread:
-    """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like those of `other`; return any
-    other value unchanged.
+    """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like the dimensions of `other`;
+    return any other value unchanged.
     """
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
         return x

@@ -66,8 +66,8 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 
 
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens are distributed over the ranks after MindFormers has grouped them for its router: the shape
-    [batch, sequence, width] becomes [ranks, tokens, width].
+    """Return how tokens are distributed over the ranks after MindFormers has grouped them by rank for its router. This
+    reshapes [batch, sequence, width] to [ranks, tokens, width].
 
     The reshape moves each rank's own tokens to other positions of the whole value; only the later reshape that undoes
     it puts them back. Return None for any other reshape.
@@ -94,7 +94,7 @@ def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def grouped_rows(x: Spread) -> Spread | None:
-    """Return a matrix of tokens with its rows in the order into which `grouped` puts tokens; return None for any other
+    """Return a matrix of tokens with its rows in the order that `grouped` gives to tokens; return None for any other
     matrix.
 
     If the compiler has merged two reshapes into one, the graph does not show the grouped tokens between them.

@@ -65,7 +65,7 @@ class Closure:
 
 @dataclass(frozen=True)
 class Sum:
-    """A `Sum` describes the variable in which a weight's gradient is accumulated over micro-batches."""
+    """A `Sum` describes the parameter in which a weight's gradient is accumulated over micro-batches."""
 
     weight: str
 
@@ -294,7 +294,7 @@ class Typing:
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
     def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
-        """Return the operators whose values an operator takes, also those of the calling graph."""
+        """Return the operators whose results are inputs of an operator, including operators of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
         for text in arguments_of(node.head):
             own, parameter = frame, _PARAMETER.fullmatch(text)
@@ -463,8 +463,8 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return a text by which a person finds an operator: its name, its number, and its line of Python or
-        its cell.
+        """Return a text that helps a person to find an operator: its name, its number, and its line in the Python
+        source.
         """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"

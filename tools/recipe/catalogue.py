@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one optimisation of the host (section 6 of the technical report): the gain that the report states
-    for it on up to 4,096 devices, how this repository applies it, and which checks cover it.
+    """A `Measure` is one optimisation of the host from section 6 of the technical report. It holds the gain that the
+    report states, how this repository applies the optimisation, and which checks cover it.
 
     The gains are quoted from the report; they were not measured with this repository.
     """
@@ -96,7 +96,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Card:
-    """A `Card` describes the recipes of a folder. `parameters` is 0 if the model's name states no size."""
+    """A `Card` describes the recipes of a folder. The field `parameters` is 0 if the model's name states no size."""
 
     file: Path
     entries: list[Entry]
@@ -113,8 +113,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: first the cards of TeleChat3-MoE, and last the cards of model
-    families that are only modelled; within each family the small models come first.
+    """Return the cards (`card.yaml`) below the folder `recipes`. The cards of TeleChat3-MoE come first, and model
+    families that are only modelled come last. Within a family, small models come first.
 
     Raises:
         RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.

@@ -117,7 +117,7 @@ class Change:
 
     @property
     def path(self) -> str:
-        """Return the key path as a text, such as ``callbacks.CheckpointMonitor.prefix``."""
+        """Return the key path of the changed value as a text, such as ``callbacks.CheckpointMonitor.prefix``."""
         return ".".join(self.words)
 
 

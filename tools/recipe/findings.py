@@ -17,7 +17,7 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one fault of a recipe."""
+    """A `Finding` is one error or warning about a recipe."""
 
     # "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note" (it runs as
     # written, but MindFormers computes something other than a user may expect)

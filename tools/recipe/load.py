@@ -74,7 +74,7 @@ class _Spot:
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Return the flat effective recipe of a file, checked so that tools can work with it. All commands except `tc3
-    check` use this function.
+    check` load recipes with this function.
 
     Raises:
         RecipeError: as for `read_recipe`, or a section is not a mapping, or a number is impossible for a training.

@@ -120,7 +120,9 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return a quantile: the smallest value v for which at least the fraction `share` of all values is at most v."""
+        """Return a quantile: the smallest value v such that at least the fraction `share` of the values is at most
+        v.
+        """
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
