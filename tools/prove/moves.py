@@ -245,9 +245,7 @@ def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return the spreads of the results if each rank splits a value along a dimension, which must not be cut over
-    ranks.
-    """
+    """Return the spread of each result of splitting a value along a dimension that is not cut over ranks."""
     require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):

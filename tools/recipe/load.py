@@ -215,7 +215,7 @@ class _Reader:
         self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
 
     def read(self) -> _Spot:
-        """Return the top-level mapping; raise RecipeError with file and line."""
+        """Return the top-level mapping of a recipe's YAML file; errors are raised as RecipeError with file and line."""
         try:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
@@ -364,7 +364,7 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
 
 
 def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return the value at a key path, or `default`."""
+    """Return the value at a key path of a recipe; return `default` if the recipe has no such key."""
     for key in path:
         if isinstance(recipe, dict) and key in recipe:
             recipe = recipe[key]
@@ -374,12 +374,14 @@ def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    """Return a key path such as ``("callbacks", 2, "prefix")`` as text, such as ``callbacks.2.prefix``."""
     return ".".join(map(str, path))
 
 
 def place_of(recipe: Mapping[str, Any], path: KeyPath = ()) -> str:
-    """Return ``file:line: `` of a key path, ``file: `` if its line is not known, or an empty text."""
+    """Return the place of a key path as ``file:line: ``, or ``file: `` if the line is unknown; return an empty text if
+    the file is unknown, too.
+    """
     mark = getattr(recipe, "marks", {}).get(path)
     source = str(mark) if mark else getattr(recipe, "source", "")
     return f"{source}: " if source else ""

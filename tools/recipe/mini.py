@@ -49,8 +49,8 @@ _ASCEND_ONLY = ("monitor_config", "swap_config")
 def derive_mini(
     recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None, length: int = SEQ_LENGTH
 ) -> dict[str, Any]:
-    """Return a flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on the instructions
-    beside it.
+    """Return a flat recipe for CPU that trains `steps` steps on the Megatron corpus `data_path`, or on the instruction
+    data beside this corpus.
 
     With a number of `workers`, the flat recipe keeps the parallel strategy, scaled down to this number of workers
     (`keep_strategy`). A sample has `length` tokens, except if samples are packed conversations.

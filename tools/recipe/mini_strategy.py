@@ -1,5 +1,6 @@
-"""This module gives a mini recipe (a small version for CPU) the parallel strategy of the full recipe, on a few
-processes: the parallel degrees (scaled down), the pipeline schedule, recomputation and optimizer sharding.
+"""This module gives a mini recipe (a small version for CPU) the parallel strategy of the full recipe. The strategy
+consists of the parallel degrees (scaled down to a few processes), the pipeline schedule, recomputation and optimizer
+sharding.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Degrees:
 
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
-    """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
-    The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
-    further doubling fits into `workers`. The expert-parallel degree is the largest that the recipe and the data- and
-    tensor-parallel ranks of a stage allow.
+    """Return degrees whose product is at most `workers`. Each parallel degree is a power of two, and is not larger than
+    the recipe's degree. The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe
+    allows it, until no further doubling fits into `workers`. The expert-parallel degree is the largest that the recipe
+    and the data- and tensor-parallel ranks of a stage allow.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True

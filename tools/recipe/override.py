@@ -1,5 +1,5 @@
-"""This module changes single values of a recipe from the command line. The module compares the type of each new value
-in `a.b.c=value` with the type of the present value.
+"""This module changes single values of a recipe from the command line. For an override `a.b.c=value`, the module
+compares the type of the new value with the type of the present value.
 
 New keys are allowed only below `plugins` (`--set plugins.NAME...`): a recipe need not contain a plugin that is off, or
 a setting of a plugin that has its default value.
@@ -48,8 +48,8 @@ class _Given:
         self.by.update(dict.fromkeys(paths, override))
 
     def places(self, path: KeyPath) -> list[KeyPath]:
-        """Return `path` and the key paths that share its value through an anchor. Key paths inside a mapping or list
-        that an override has set as a whole are left out, because that override decides their values.
+        """Return the key path `path`, and the key paths that share its value through a YAML anchor. Key paths inside a
+        mapping or list that another override replaces as a whole are left out.
         """
         own, *shared = shared_paths(self.before, path)
         return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]

@@ -93,7 +93,7 @@ class View:
 
     @cached_property
     def devices(self) -> int:
-        """Return the number of devices of the run."""
+        """Return the number of devices on which the recipe runs."""
         return self.dp * self.tp * self.pp * self.cp if self.flag(("use_parallel",)) else 1
 
     @cached_property
@@ -160,7 +160,7 @@ class View:
     @cached_property
     def samples_key(self) -> KeyPath | None:
         """Return the key path at which the recipe limits the number of samples in a pass over the data. Return None if
-        the recipe has no limit, so that the size of the data decides.
+        the recipe does not limit the number of samples.
 
         For Megatron's loader this is the key `sizes`; for HFDataLoader it is the key `n` of the last handler, if this
         handler has the type `take`.
@@ -254,14 +254,14 @@ MODE, CHUNKS = (*DISPATCH, "mode"), (*OVERLAP, "chunks")
 
 
 def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
-    """Return the key paths of a recipe whose values are still `auto`."""
+    """Return the key paths of a recipe whose value is still `auto`."""
     written = look(recipe, OFFSET)
     return [OFFSET] * isinstance(written, str) + [path for path in (MODE, CHUNKS) if look(recipe, path) == AUTO]
 
 
 def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
-    """Raise an error if a value at one of the key paths `paths` is still `auto`; without `paths`, raise it for any
-    value that is still `auto`.
+    """Raise an error if a value at one of the key paths `paths` is still `auto`; if `paths` is not given, all values of
+    the recipe are checked.
 
     Raises:
         RecipeError: the message names the key, and the command that prints the recipe with values in place of `auto`.

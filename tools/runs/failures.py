@@ -30,8 +30,8 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """A `Signature` is an entry of signatures.yaml, about one cause of failures: how the cause shows in a log, its
-    name, and what to do.
+    """A `Signature` is an entry of signatures.yaml. It describes one cause of failures: the name of the cause, a
+    pattern of log lines that show it, and a remedy.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Signature:
 @dataclass(frozen=True)
 class Found:
     """A `Found` is the cause of a failure according to a log: the matching entry of signatures.yaml and the matching
-    line, or `UNKNOWN` and the most informative lines.
+    line, or `UNKNOWN` and the most informative lines of the log.
 
     `victim`: whether the failure of another worker can cause such a line, too, so that the line does not show which
     worker failed first.
@@ -76,8 +76,8 @@ def without_noise(lines: Sequence[str]) -> list[str]:
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return the cause of a failure that the lines of one worker's log show. Entries of signatures.yaml for failures
-    that a worker can only cause itself take precedence over entries for consequences of other workers' failures.
+    """Return the cause of a failure that the lines of one worker's log show. Causes within the worker itself take
+    precedence over consequences of other workers' failures.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -168,8 +168,8 @@ def untold(run: Run) -> list[int]:
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure of an attempt that its verdict names. Without a verdict, return the failure of the first node
-    that ended with an error; if neither the verdict nor a node names a worker, return the failure that the logs show.
+    """Return the failure of an attempt that its verdict names. If there is no verdict, return the failure of the first
+    node that ended with an error. If there is no such node either, return the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

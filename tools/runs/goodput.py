@@ -1,5 +1,5 @@
-"""This module finds where a run's time went: it divides the wall time into consecutive spans, each with one kind of
-work (such as training, saving or waiting).
+"""This module divides the wall time of a run into consecutive spans, each with one kind of work (such as training,
+saving or waiting).
 
     1. Each attempt is a frame, from the writing of its plan to its end; a run without recorded attempts has a frame for
        each start.
@@ -60,7 +60,9 @@ class Piece:
 
 @dataclass
 class Frame:
-    """A `Frame` is the time of one attempt of a run, from its plan to its end, in microseconds since 1970."""
+    """A `Frame` holds the start time (the time of the plan) and the end time of one attempt of a run, in microseconds
+    since 1970.
+    """
 
     number: int
     begin: int
@@ -82,7 +84,9 @@ class Ledger:
 
     @property
     def wall(self) -> int:
-        """Return the number of microseconds from the plan of the run's first attempt to the end of its last attempt."""
+        """Return the number of microseconds from the start of the run's first attempt to the end of its last
+        attempt.
+        """
         return self.frames[-1].end - self.frames[0].begin
 
     def totals(self, attempt: int | None = None) -> dict[Kind, int]:
@@ -218,8 +222,8 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """Add the time up to the end of the next event, which is a series of training steps or a single event such as a
-        save.
+        """Extend the list of spans up to the end of the next event. An event is a series of training steps, or a single
+        event such as a save.
         """
         nonlocal now
         end = min(end, frame.end)

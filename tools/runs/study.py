@@ -37,7 +37,8 @@ JUDGED = ("loss", "global_norm")
 @dataclass(frozen=True)
 class Spike:
     """A `Spike` is a sudden high value of a metric: at `step`, the metric `name` had the value `value`, which is
-    `above` standard deviations higher than in the steps before (None if the value is not finite).
+    `above` standard deviations higher than in the preceding steps. The field `above` is None if the value is not
+    finite.
     """
 
     step: int
@@ -169,8 +170,8 @@ def young(cost: float, between: float) -> float:
 
 
 def daly(cost: float, between: float) -> float:
-    """Return the best interval between checkpoint saves by Daly's formula, in seconds of training; if a save costs at
-    least twice the mean time between failures, return that mean time.
+    """Return the best interval between checkpoint saves by Daly's formula, in seconds of training; if a save takes at
+    least twice the mean time between failures, return the mean time between failures.
     """
     if cost >= 2 * between:
         return between
@@ -226,7 +227,7 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Beside:
     """A `Beside` holds the usual step time of a run in seconds, the step time that is predicted for a measured cluster,
-    and the ratio of the two times.
+    and the ratio of these two times.
     """
 
     usual: float

@@ -85,7 +85,8 @@ def _part(record: dict[str, Any]) -> _Part:
 
 
 class Kept:
-    """A `Kept` reads the steps of a run while it trains, and counts the steps that no later attempt has repeated.
+    """A `Kept` reads the records of training steps while a run trains, and counts the steps that no later attempt has
+    repeated.
 
     Args:
         file: the metrics file of the rank that has the run's loss.
@@ -121,8 +122,8 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Stop counting the steps after `step`, because an attempt that has not trained yet will repeat these steps;
-        None means that there is no such attempt.
+        """Leave the steps after `step` out of the count, because the new attempt begins at this step and will repeat
+        them. With None, count all steps again.
         """
         cut = NEVER if step is None else step
         if cut != self.cut:
@@ -164,8 +165,8 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """Return the total number of seconds of all steps that count; for the first step after each start of the
-        workers, which includes compiling, the usual step time is counted.
+        """Return the total seconds of all steps that no later attempt has repeated. The first step after each start of
+        the workers includes compiling; it counts with the usual step time.
         """
         whole = 0.0
         for part in self.parts:
@@ -238,7 +239,8 @@ class Status:
 
 
 class Watch:
-    """A `Watch` reads the folder of one run again and again, and reads each line of its files only once.
+    """A `Watch` reads the files of a run while it trains; each call reads only the lines that were added since the last
+    call.
 
     Raises:
         DataError: the folder is not the folder of a run.
@@ -269,7 +271,7 @@ class Watch:
 
     def look(self) -> Status:
         """Read what the run has written since the last call, and return the status of the run. If a new run was started
-        in the folder since then (`tc3 train --force`), read the new run from its beginning.
+        in the same folder since the last call (`tc3 train --force`), read the new run from its beginning.
         """
         if self._is_another_run():
             Watch.__init__(self, self.folder, *self.sinks)

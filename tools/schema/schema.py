@@ -35,8 +35,8 @@ WORDS = {
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
     """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
-    value is allowed. If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x:
-    int = None`).
+    value is allowed. If the default value has another type than the annotation (as in MindFormers' `x: int = None`),
+    both types are allowed.
     """
     kinds = _kinds(annotation)
     if kinds is None:
@@ -76,7 +76,9 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`. An integer counts as a value of the kind "number", too."""
+    """Return whether a YAML value has one of the kinds (types) in `kinds`. An integer also counts as a floating-point
+    number.
+    """
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
@@ -144,7 +146,7 @@ class Schema:
         return [name for name, model in sorted(self.models.items()) if model["trains"]]
 
     def class_of(self, model: str) -> str:
-        """Return the name under `architectures` of the class that trains `model`."""
+        """Return the name of the class that trains `model`, as recipes name it under `architectures`."""
         return str(self.models[model]["config_class"]).removesuffix("Config") + "ForCausalLM"
 
     def fields(self, model: str) -> dict[str, Spec]:
@@ -154,7 +156,9 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which MindFormers writes `key`, as pairs (field, function of its value)."""
+        """Return the fields of the TransformerConfig that MindFormers sets from the recipe's `key`, as pairs (field,
+        function that converts the value).
+        """
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]

@@ -1,5 +1,5 @@
-"""This module reads from MindFormers' sources the facts that `tools.schema.extract` needs: the keys that code reads,
-registered classes, models, and TransformerConfig.
+"""This module reads facts from MindFormers' sources for `tools.schema.extract`: the recipe keys that MindFormers reads,
+its registered classes, its models, and the fields of TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
 `config.get("a")`, `getattr(config, "a")`) is the only place that shows which keys exist.
@@ -24,8 +24,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Return the keys that code of Python `files` reads below the variables `roots` (if `of_self`, only attributes of
-    `self`), such as ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}``.
+    """Return the configuration keys that the Python files `files` read from the variables `roots`, such as ``{"":
+    {"seed", ...}, "checkpoint": {"prefix", ...}}``. If `of_self` is True, only attributes of `self` count.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)

@@ -21,9 +21,9 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
-    stages. Without a pipeline the list is ``[[all layers]]``. The list [chunk][stage] does not always show the stages
-    on which layers run: see `stage_layers_of`.
+    """Return the number of layers of each [chunk][stage], as MindFormers computes it; return None if the offset is not
+    valid for the recipe's layers and stages. Without a pipeline the result is ``[[all layers]]``. In some schedules a
+    chunk's stages are counted from the last stage (see `stage_layers_of`).
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
@@ -42,9 +42,8 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
-    In zero_bubble_v the second chunk runs from the last stage to the first: for this chunk, `layers_of` counts stages
-    from the last one.
+    """Return the number of layers that each [chunk][stage] runs; return None if `layers_of` returns None. The two
+    functions differ only for the second chunk in zero_bubble_v, which runs from the last stage to the first.
     """
     layers = layers_of(view, built)
     if layers is None or not runs_back(view):
@@ -53,7 +52,7 @@ def stage_layers_of(view: View, built: Built) -> Layers | None:
 
 
 def runs_back(view: View) -> bool:
-    """Return whether the second chunk runs from the last stage to the first."""
+    """Return whether the second model chunk runs from the last stage to the first, as in zero_bubble_v."""
     return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 

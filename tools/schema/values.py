@@ -62,7 +62,7 @@ _LIMITS = {"least": "min", "below": "below"}
 
 
 def of_plugin(section: type[Section]) -> dict[str, Spec]:
-    """Return the keys of a plugin, which follow from the class of its settings."""
+    """Return the schema of a plugin's recipe keys, derived from the class of the plugin's settings."""
     keys: dict[str, Spec] = {}
     for each in fields(section):
         limits, spec = each.metadata, dict[str, Any](description=each.metadata["meaning"])

@@ -95,7 +95,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
 
 @lru_cache(maxsize=256)
 def end_weight(model: Model, sequence: int) -> float:
-    """Return the FLOPs of the head and the MTP layers, in units of the FLOPs of a layer of the last kind."""
+    """Return the FLOPs of the head and the MTP layers, divided by the FLOPs of the model's last layer."""
     config = Configuration(model, layers=((model.layers,),), sequence=sequence)
     ends = work(config, "head").flops + model.mtp * work(config, "mtp").flops
     return ends / work(config, model.last_kind).flops
@@ -155,7 +155,7 @@ class Block:
         return len(self.columns["dp"])
 
     def select(self, rows: np.ndarray) -> Block:
-        """Return the block with only some of its rows, given by indices or a mask."""
+        """Return a block with some rows of this block, which are given by indices or a mask."""
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
@@ -361,7 +361,7 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the configuration of a candidate with balanced layers; for "planned" recomputation, all layers count as
+    """Return the configuration of a candidate with balanced layers; with "planned" recomputation, all layers are
     recomputed until the pipeline optimiser has placed them.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)

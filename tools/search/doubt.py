@@ -1,5 +1,5 @@
 """This module finds the layouts whose predicted times differ by less than the estimator's error, and the cheapest
-experiment that would show which of them is the fastest.
+experiment that would show which of these layouts is the fastest.
 
 Step times are sums of the estimator's terms, each of which may be wrong by a factor that is the same for all layouts.
 The factors are drawn 4,096 times, with the same factors for all layouts: therefore errors of time that all layouts have

@@ -1,5 +1,5 @@
-"""This module holds the options that several commands of `tc3 search` share, the progress displays of their searches,
-and the command group whose first argument may be a recipe.
+"""This module holds the options that several commands of `tc3 search` share, the displays of a search's progress, and a
+command group whose first argument may be a recipe.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]
 
 
 class Effort(click.ParamType):
-    """An `Effort` is a click type: `low`, `normal`, `high`, or units of work (`tools.layout.budget`)."""
+    """An `Effort` is the type of the option `--effort`, whose value is `low`, `normal`, `high`, or a number of units of
+    work.
+    """
 
     name = "effort"
 
@@ -103,7 +105,7 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """A `RecipeOrCommand` is a click group whose first argument is the name of one of its commands, or a recipe; the
+    """A `RecipeOrCommand` is a command group whose first argument may be a recipe instead of the name of a command. The
     command `of_recipe` then receives the recipe.
     """
 
@@ -112,8 +114,8 @@ class RecipeOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names; if this word is not a command, return the command for recipes,
-        with all arguments, including options before the recipe.
+        """Return the command that the first argument names. If the first argument is not a command, return the command
+        for recipes with all arguments.
         """
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)

@@ -78,7 +78,9 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Raise RecipeError if `target`, the value of `option`, is one of the recipe's own files, under any name."""
+    """Raise RecipeError if `target`, the value of `option`, is one of the recipe's own files, even under another
+    path.
+    """
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -135,8 +137,8 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """Return the keys of the recipe that must change for `config`'s dispatch of tokens to experts; {} if the recipe
-    already dispatches tokens in this way, or has no experts.
+    """Return the recipe keys, with new values, that must change so that tokens are dispatched to experts as in
+    `config`. Return {} if the recipe already dispatches tokens in this way, or has no experts.
 
     `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
     for the recipe's own degrees and cluster.
@@ -222,7 +224,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Raise RecipeError for a recipe that has no layout for several devices, because it does not split its model."""
+    """Raise RecipeError for a recipe that does not split its model over devices and therefore has no layout."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(
             f"{recipe.source}: a layout on several devices needs use_parallel: True and parallel.parallel_mode: 1"

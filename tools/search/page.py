@@ -57,7 +57,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return one picture as an `<svg>` element for the HTML page."""
+    """Draw one picture with the function `paint`, and return it as an `<svg>` element for the HTML page."""
     figure = new_figure(*size)
     paint(figure.subplots())
     return svg_text(figure)
@@ -131,8 +131,8 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
-    """Draw which pass each stage runs at what time, with a row for each stage; if there are many micro-batches, the
-    picture shows a shorter step with only a few micro-batches.
+    """Draw the passes that each stage runs over time, with a row for each stage. If there are many micro-batches, draw
+    a shorter step with a few micro-batches.
     """
     config = entry.config
     forward, backward, _ = times.chunks(config)

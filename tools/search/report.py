@@ -170,7 +170,7 @@ def under_words(found: Found) -> list[str]:
 
 
 def lost(found: Found) -> list[str]:
-    """Return lines about the strategies of the short list that were dropped, and about the results of dry runs."""
+    """Return lines about the best strategies that were dropped later, and about the results of dry runs."""
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     for entry, doubts in found.doubtful:
@@ -268,7 +268,7 @@ def notes(found: Found) -> list[str]:
 
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
-    """Return the answer of a search as values for JSON."""
+    """Return the results of a search for parallel strategies as values for JSON."""
     request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
@@ -315,7 +315,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
 
 
 def print_text(found: Found, times: TimeModel, console: Console) -> None:
-    """Print the whole answer of a search."""
+    """Print all results of a search for parallel strategies."""
     request, funnel = found.request, found.ranking.funnel
     console.print(
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "

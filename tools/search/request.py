@@ -59,7 +59,9 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return for each of the given numbers (for words, their indices) whether it satisfies the limit."""
+        """Return for each of the given values whether it satisfies the limit; values that are words are given by their
+        indices.
+        """
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -175,7 +177,7 @@ class Request:
 
     @property
     def changed(self) -> bool:
-        """Return whether the request's number of devices or global batch differs from the recipe's."""
+        """Return whether the request has another number of devices or another global batch than the recipe."""
         return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
 
 
@@ -188,8 +190,8 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """Return the request for a recipe; an argument of None stands for the recipe's own value, and a margin of None for
-    the estimator's known error.
+    """Return the search request for a recipe. For an argument that is None, use the recipe's own value; for `margin`,
+    use the estimator's known error.
 
     Raises:
         RecipeError: the recipe does not describe a run, or the cluster is unknown.

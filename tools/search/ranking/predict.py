@@ -48,7 +48,7 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the stored value of a key; for a new key, `make` computes the value."""
+        """Return the stored value of a key. If the key is new, compute its value with `make` and store it."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -65,7 +65,7 @@ class Memo:
 
 
 def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
-    """Return the values of one row of a block in the given columns as whole numbers."""
+    """Return the values of one candidate (a row of a block) in the given columns as integers."""
     return tuple(int(block.columns[name][row]) for name in names)
 
 
@@ -109,7 +109,9 @@ class MemoryTable:
         return np.maximum(passes, (self._by_spread(block, "update", _updated) + buffers)[:, None, :])
 
     def static(self, block: Block) -> np.ndarray:
-        """Return the bytes [rows, stages] of weights, gradients and optimizer, which do not depend on recomputation."""
+        """Return the bytes [candidates, stages] of weights, gradients and optimizer state, which do not depend on
+        recomputation.
+        """
         return self._by_spread(block, "static", lambda config, stage: sum(static_memory(config, stage)))
 
     def _by_spread(self, block: Block, name: str, bytes_of: Callable[[Configuration, int], float]) -> np.ndarray:

@@ -256,7 +256,9 @@ _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strat
 
 
 def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
-    """Return lines that say why no strategy is feasible, and the nearest changes that would make one feasible."""
+    """Return lines that say why no strategy is feasible, and the smallest changes that would make a strategy
+    feasible.
+    """
     if ranking.least is None:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
@@ -272,7 +274,9 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would suffice for at least one strategy, if a device has that much memory."""
+    """Return in words how much memory the run would need to be allowed so that at least one strategy fits, or that a
+    device of the cluster has less memory than this.
+    """
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

@@ -63,8 +63,8 @@ class Entry:
 
     @property
     def layout(self) -> str:
-        """Return the layout as text, such as ``dp256 tp2 pp8 vpp2 ep16, 64 x 1`` (the degrees as `tc3 check` writes
-        them, and the number and samples of micro-batches).
+        """Return the layout as text, such as ``dp256 tp2 pp8 vpp2 ep16, 64 x 1`` (parallel degrees, then the number of
+        micro-batches x the samples in a micro-batch).
         """
         c = self.config
         stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
@@ -84,7 +84,9 @@ class Entry:
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the layout as values for `--json`: degrees, tables, seconds and GiB."""
+        """Return the layout as values for `--json`: parallel degrees, numbers of layers and recomputed layers,
+        predicted seconds and GiB.
+        """
         c, recompute = self.config, self.config.recompute
         return {
             "name": self.name,
@@ -152,7 +154,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """A `Found` holds the answer of a search for parallel strategies."""
+    """A `Found` holds the results of a search for parallel strategies."""
 
     request: Request
     ranking: Ranking
@@ -193,8 +195,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return the largest share by which the step of another layout could be shorter than the fastest step found;
-        return 1 if there is no lower bound.
+        """Return by which fraction the step of another layout could at most be shorter than the fastest step found;
+        return 1 if no lower bound is known.
 
         The fastest step found counts even if a dry run has dropped its layout since.
         """
@@ -226,8 +228,9 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank the candidates, place the layers of the best ones and judge the layouts. Ctrl-C during placement ends the
-    search with the results so far, and Ctrl-C during ranking raises KeyboardInterrupt.
+    """Search for parallel strategies: rank all candidates, place the layers of the best candidates, and compare the
+    resulting layouts. Ctrl-C during placement ends the search with the results so far, and Ctrl-C during ranking raises
+    KeyboardInterrupt.
     """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)

@@ -1,4 +1,4 @@
-"""This module ranks the layouts of a search under uneven loads of devices, by the expected seconds of a step and with
+"""This module ranks the layouts of a search under uneven expert loads. It computes the expected seconds of a step and
 the probability of running out of memory.
 
 The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
@@ -93,7 +93,7 @@ class Uneven:
 def under(
     text: str, name: str, layout: str, config: Configuration, even_s: float, room: Room, times: TimeModel
 ) -> Uneven:
-    """Return the predictions for a layout under the loads that `--loads` asks for.
+    """Return the predictions for a layout under the expert loads that the option `--loads` describes.
 
     Raises:
         RecipeError, DataError: as for `tools.estimate.loads.loads_of`.

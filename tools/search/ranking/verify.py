@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def proven(self) -> bool:
-        """Return whether the strategy compiles and fits."""
+        """Return whether the dry run compiled the strategy, and the strategy fits in memory."""
         return not self.problems and not self.doubts
 
 

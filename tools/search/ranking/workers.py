@@ -1,4 +1,4 @@
-"""This module places the layers of candidates, and computes lower bounds for candidates, in several processes at a
+"""This module places the layers of candidates, and computes lower bounds on their step times, in several processes at a
 time.
 
 Every function of this module takes a request and candidates, and returns the results of `tools.layout.place` for these
@@ -39,7 +39,7 @@ def place_all(
     request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
     """Place the layers of every candidate with "planned" recomputation, and report each placement when it is done;
-    return False if Ctrl-C or SIGTERM ended this early.
+    return False if Ctrl-C or SIGTERM ended the work early.
 
     Candidates whose recomputation is not "planned" are not placed, because the user's limits fix their recomputation.
     Each candidate gets the effort of `budget`, however many candidates are placed at the same time, and an equal share
