@@ -89,7 +89,7 @@ class _Found:
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
     """Write the instructions as JSON lines with the keys `instruction`, `input` and `output`, and return the number of
-    documents that were read and the number of instructions in each split.
+    documents read and the number of instructions written to each split.
 
     The order of the instructions is a shuffle that depends only on the instructions and the seed. An instruction whose
     answer also occurs in the training split, word for word, is left out of the held-out split.

@@ -250,7 +250,7 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the peak of the bytes that are kept for backward passes at the same time, where each micro-batch in flight
+    """Return the largest number of bytes that are kept for backward passes at the same time. Each micro-batch in flight
     keeps `sizes[chunk]` bytes.
     """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)

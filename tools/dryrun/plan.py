@@ -136,8 +136,8 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the compiles (jobs) of a dry run in the order of stages and ranks, the number of micro-batches to
-    compile, and for each pipeline stage the index of the job that represents it (`job_of`).
+    """A `Plan` holds the compiles (jobs) of a dry run in the order of stages and ranks, and the number of micro-batches
+    to compile. The field `job_of` holds for each pipeline stage the index of the job that represents the stage.
     """
 
     stages: list[Stage]

@@ -42,9 +42,9 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` holds how `plugins.ep_overlap` cuts a micro-batch into chunks: `chunks` are the numbers of parts of the
-    batch and of a sequence, and `stride` determines the order in which the chunks run; None means the fastest choice,
-    as with `chunks: auto`.
+    """A `Cut` describes how `plugins.ep_overlap` cuts a micro-batch into chunks. The field `chunks` holds the numbers
+    of parts of the batch and of a sequence, and `stride` determines the order of the chunks. None means the fastest
+    choice.
     """
 
     chunks: tuple[int, int] | None = None
@@ -53,8 +53,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """A `Recompute` holds for each kind of recomputation the number of layers of each chunk and stage,
-    [chunks][stages], that are recomputed in this way; None means no layers.
+    """A `Recompute` holds the numbers of recomputed layers [chunks][stages] for each recompute option; None means that
+    no layer has this option.
     """
 
     full: Table | None = None  # as a whole
@@ -314,8 +314,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """Return the numbers of layers [chunks][stages] that the value of a recompute key selects; the value is a flag, a
-    list of numbers by stage, or a list of such lists by chunk.
+    """Return the numbers of layers [chunks][stages] that the value of a recompute key selects. The value is a flag, a
+    list with a number for each stage, or one list for each chunk.
 
     A single number for a stage is distributed over its chunks in turns, beginning with chunk 0, as in MindFormers
     (LayerSetting). A list of operators selects all layers, and a mapping from operators to numbers selects the largest
@@ -394,7 +394,7 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the recompute options of a layer joined to one name, such as "select+attention"; "none" if there are no
+    """Join the recompute options of a layer to one name, such as "select+attention"; return "none" if there are no
     options.
     """
     return "+".join(names) or "none"
@@ -436,8 +436,8 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer shards a weight; 1 if the weight is too small, or if its rows
-    are not divisible by `shard_group`.
+    """Return the number of ranks over which the optimizer shards a weight; return 1 if the weight is too small, or if
+    the number of its rows is not divisible by `shard_group`.
     """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))

@@ -1,5 +1,5 @@
-"""This module holds the efficiencies of each device type (the shares of its nominal FLOP/s and bandwidths that it
-reaches), and computes from them the seconds of single operators and collectives.
+"""This module holds the efficiencies of each device type: the shares of nominal FLOP/s and bandwidths that the device
+reaches. The module computes the seconds of single operators and collectives from these efficiencies.
 
 efficiencies.yaml has one set of parameters for each device type. With these parameters, a roofline model gives the
 seconds of an operator or collective:
@@ -65,9 +65,9 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """A `KnownError` holds the errors of predicted step times on published runs: the mean and the worst |predicted /
-    measured - 1|. Each group of runs (one model on one cluster) was predicted with efficiencies that were fitted to all
-    other groups.
+    """A `KnownError` holds the mean and the largest error |predicted / measured - 1| of predicted step times on
+    published runs. Each group of runs (one model on one cluster) was predicted with efficiencies that were fitted to
+    all other groups.
     """
 
     rows: int
@@ -148,8 +148,8 @@ def cluster_file(name: str) -> Path:
 
 
 def cluster(name: str) -> Hardware:
-    """Return the hardware of a cluster, which is described in `tools.hardware`, in a file of the user, or, for clusters
-    that only published measurements used, beside those measurements.
+    """Return the hardware of a cluster, read from a file in `tools.hardware`, from a file of the user, or from a file
+    beside the published measurements that used the cluster.
     """
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
@@ -211,8 +211,9 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states, or else those of its device type. With `any_version`, no
-    warning is printed if the efficiencies were fitted to another version of the time model.
+    """Return the efficiencies that a cluster's file states. If the file states none, return the efficiencies of the
+    device type. If the efficiencies were fitted to another version of the time model, a warning is printed unless
+    `any_version` is True.
 
     Raises:
         RecipeError: they are not known, or the cluster's file states only some of them.

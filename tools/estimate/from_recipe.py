@@ -1,5 +1,5 @@
-"""This module turns a MindFormers recipe into the `Configuration` of its training run, and reads and writes the
-recipe's recompute keys.
+"""This module converts a MindFormers recipe to a `Configuration`, which describes the training run for the estimator.
+It also reads and writes the recipe's recompute keys.
 
 `recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A count in a table
 [chunks][stages] selects that many layers from the first layer of the chunk on. If activations are swapped
@@ -37,8 +37,8 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
-    and stage.
+    """Return the numbers of the layers that a table of counts [chunks][stages] selects; a count selects the first
+    layers of the chunk and stage.
     """
     if table is None:
         return []
@@ -47,8 +47,7 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return a table [chunks][stages] that states how many of the layers with the given `numbers` each chunk and stage
-    holds.
+    """Count the layers with the given `numbers` in each chunk and stage, and return the counts [chunks][stages].
 
     Raises:
         ValueError: one of `numbers` is not the number of a layer of the model.
@@ -253,8 +252,8 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return for each kind of recomputation how many layers of each chunk and stage a recipe recomputes; a list of
-    zeros means the same as False.
+    """Return how many layers of each chunk and stage a recipe recomputes, for each recompute option. A list of zeros
+    means the same as False.
     """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
@@ -267,8 +266,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads a recipe's recompute keys: the keys hold counts of layers, or, if the recipe swaps
-    activations, the numbers of single layers.
+    """Return the function that reads a recipe's recompute keys: the values of these keys are counts of layers or, in
+    recipes that swap activations, lists of layer numbers.
     """
     if not swaps(view):
         return spread
@@ -278,8 +277,8 @@ def reader_of(view: View) -> Reader:
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Return the number of layers in each [chunk][stage] in which a value of `select_recompute` saves memory. Only
     recomputing norms saves memory. A flag or a number of layers selects MindFormers' default operators: the
-    multiplication and the activation function of an MLP. With a fused SwiGLU these default operators do not exist, and
-    `tc3 dryrun` finds that recomputing them saves no memory.
+    multiplication and the activation function of an MLP. According to `tc3 dryrun`, recomputing these default operators
+    saves no memory; with a fused SwiGLU they do not exist.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -287,10 +286,10 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators (such as attention) whose operator patterns a value of `select_recompute` names
-    completely, each with the numbers of layers [chunks][stages] to which the value applies the group. A group counts
-    only if all of its patterns are present in the same spelling, because recomputing only a part of the group may free
-    no memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
+    """Return the groups of operators (such as attention) that a value of `select_recompute` recomputes completely. Each
+    group comes with the numbers of layers [chunks][stages] in which it is recomputed. A group counts only if all
+    operator patterns of the group are present in the same spelling, because recomputing a part of the group may free no
+    memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -303,16 +302,16 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns in the value of a recompute key; [] if the value names none, so that MindFormers
-    chooses the operators.
+    """Return the operator patterns in the value of a recompute key; return [] if there are none, in which case
+    MindFormers chooses the operators.
     """
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether an operator pattern matches the norms of a layer; MindFormers compares each part of the pattern
-    with one part of the operator's path of cells.
+    """Return whether an operator pattern matches the norms of a layer. MindFormers compares each part of the pattern
+    with one part of the operator's module path.
     """
     parts = pattern.split(r"\.")
     return any(
@@ -328,8 +327,8 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers, [chunks][stages], that the value of a recompute key names. Return None if the value
-    names no layers, and () if its operator patterns apply to different layers.
+    """Return the number of layers [chunks][stages] to which the value of a recompute key applies. Return None if the
+    value applies to no layers, and () if the operator patterns in the value apply to different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -340,9 +339,9 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
-    """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because MindFormers
-    refuses a list of patterns, and the value False for a pattern, in a recipe that swaps activations.
+    """Return the new value of a recompute key in a recipe that swaps activations: the layer numbers for each operator
+    pattern in the key's present value `now`. The patterns are written as a mapping, because MindFormers refuses a list
+    of patterns in a recipe that swaps activations.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -367,8 +366,8 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether the value of a recompute key holds lists of numbers, which fit only one number of pipeline stages
-    and chunks.
+    """Return whether the value of a recompute key holds lists with a number for each stage, which are valid only for
+    one number of pipeline stages and chunks.
     """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
@@ -376,7 +375,7 @@ def has_counts(value: Any) -> bool:
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return a table [chunks][stages] in the form in which a recompute key states it: a flag, or a list of counts in
+    """Convert a table of layer counts [chunks][stages] to the value of a recompute key: a flag, or a list of counts in
     the shape of the key `offset`.
     """
     if table == layers:
@@ -385,7 +384,7 @@ def plain_value(table: Table | None, layers: Table) -> Any:
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return what to write to a recompute key so that `value` applies to each operator pattern in the key's present
+    """Return the new value of a recompute key with which `value` applies to each operator pattern in the key's present
     value `now`.
 
     If the patterns of `select_recompute`, or MindFormers' default patterns, would save no memory, patterns that save
@@ -408,8 +407,8 @@ def with_groups(
     write: Callable[[Table | None, Table], Any] = plain_value,
     off: Any = False,
 ) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if its present value or its new value names groups of operators (such
-    as attention); None if the value does not change.
+    """Return the new value of `select_recompute` if the present or the new value names groups of operators (such as
+    attention); return None if the value does not change.
 
     The new value switches off every other pattern except the patterns of the norms, because MindFormers cannot build an
     operator that two patterns name. It is not enough to leave the other patterns out, because the mapping of a child
@@ -436,9 +435,9 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`; the
-    present value `now` is returned if it already does so. Unless `kept` is True, the layers in `now` are ignored,
-    because they belong to another pipeline layout.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`.
+    This is the present value `now` if it already has this effect. Unless `kept` is True, the layers in `now` are
+    ignored, because they belong to another pipeline layout.
     """
 
     def read(value: Any, layers: Table) -> Table | None:

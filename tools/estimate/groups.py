@@ -23,9 +23,7 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is the largest communication call (the one with the most bytes) in one kind of group: tp, cp, ep,
-    dp or pp.
-    """
+    """A `Collective` is the communication call with the most bytes in one kind of group: tp, cp, ep, dp or pp."""
 
     group: str  # tp, cp, ep, dp or pp
     operator: str  # AllGather (a ReduceScatter takes as long), AlltoAll, or Send
@@ -80,8 +78,8 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds of `TimeModel.once_and_each` (gradients and weights), and add its calls to the list as
-        calls of the data-parallel group.
+        """Return the seconds of communicating gradients and weights (as `TimeModel.once_and_each` does), and list the
+        communication calls under the data-parallel group.
         """
         with self._of("dp"):
             return super().once_and_each(config, stage)
@@ -111,15 +109,15 @@ class Noted(TimeModel):
                     self._note(EXCHANGE, size, nodes, ranks // nodes, seconds)
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds of `TimeModel.sending` (one message between two ranks), and add the call to the list of
-        calls.
+        """Return the seconds to send one message between two ranks (as `TimeModel.sending` does), and list this
+        communication call.
         """
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of `TimeModel.transfer` (between two pipeline stages), and add the call to the list as a
-        call of the pipeline group.
+        """Return the seconds to send activations between two pipeline stages (as `TimeModel.transfer` does), and list
+        this communication call under the pipeline group.
         """
         self.stages = config.pp
         with self._of("pp"):

@@ -147,7 +147,9 @@ def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
 
 
 class Counter:
-    """A `Counter` counts values that arrive in chunks, and returns their `Distribution`."""
+    """A `Counter` counts how often each value occurs in arrays of integers, and returns the result as a
+    `Distribution`.
+    """
 
     def __init__(self) -> None:
         self._short = np.zeros(_COUNTED, np.int64)
@@ -196,7 +198,8 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """A `Result` holds how evenly a corpus loads the devices of a recipe whose documents do not attend to each other.
+    """A `Result` holds how evenly a corpus loads the devices of a recipe in which tokens attend only to their own
+    document.
 
     Args:
         dataset: the number of samples in the dataset. epochs: the number of passes over the corpus that the dataset
@@ -242,8 +245,8 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the speed-up by `plugins/attention_balance`: the seconds of a step, or of its computation, without the
-        plugin divided by those with the plugin.
+        """Return the speed-up by `plugins/attention_balance`: the step time without the plugin divided by the step time
+        with the plugin. If the step time is unknown, the time of the computation is used instead.
         """
         if self.result is None:
             return None

@@ -83,8 +83,8 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Return the values of a recipe that determine how evenly its data load the devices, as if the corpus
-    PREFIX.bin/.idx were its only corpus.
+    """Return the values of a recipe that determine how evenly its data load the devices. The corpus PREFIX.bin/.idx is
+    taken as the recipe's only corpus.
 
     Args:
         window: the number of consecutive global batches among which the plan may exchange samples; None for the value
@@ -224,8 +224,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. Each pair of values is (value
-    without the plan of `plugins/attention_balance`, value with the plan).
+    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. Each pair holds the value
+    without `plugins/attention_balance`, and the value with the plugin.
 
     Args:
         numbers: the numbers of the examined steps, int64 [steps].

@@ -24,8 +24,8 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return the imbalance of a corpus as one JSON object. In the JSON object, a pair is [value without the plugin,
-    value with the plugin], and loads are divided by the mean load of their step.
+    """Return how evenly a corpus loads the devices of a recipe, as one JSON object. In the JSON object, a pair is
+    [value without the plugin, value with the plugin], and each load is divided by the mean load of the step.
     """
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}

@@ -1,4 +1,4 @@
-"""This module computes the number of bytes that a predicted memory may reach on a device: the memory limit of the
+"""This module computes how many bytes the predicted memory of a device may reach. This is the memory limit of the
 recipe or of the device, minus a margin for the error of predictions.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
