@@ -87,7 +87,8 @@ class Bundle:
 
     @property
     def claim(self) -> str:
-        """Return the claim that a recipe card may make with this bundle as its evidence, such as "measured-910B3-512".
+        """Return the claim, such as "measured-910B3-512", that a recipe card may make because of the measurements in
+        this bundle.
 
         Raises:
             DataError: a simulated cluster made the bundle.
@@ -148,7 +149,7 @@ class _Hidden:
     replaced: Callable[[str], str]
 
     def of(self, value: Any, key: str = "", check: str = "") -> Any:
-        """Return a value of the results of a check, with the names of hosts replaced."""
+        """Replace the names of hosts in a value from a check's results, and return the value."""
         if isinstance(value, list):
             return [self.of(each, key, check) for each in value]
         if isinstance(value, dict):
@@ -166,7 +167,7 @@ class _Hidden:
         return self.replaced(value)
 
     def lines(self, text: str) -> str:
-        """Return a YAML text in which the names of hosts are replaced everywhere except in keys."""
+        """Replace the names of hosts in a YAML text, except in keys, and return the text."""
         parts = [re.match(r"([ -]*[\w.]+:(?=\s))?(.*)", line, re.DOTALL) for line in text.splitlines(keepends=True)]
         return "".join((part[1] or "") + self.replaced(part[2]) for part in parts if part)
 
@@ -348,7 +349,7 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 def memory_in_words(bundle: Bundle) -> str:
     """Return a sentence that names the measured terms of memory in a bundle. Commands that predict other layouts than
-    the measured one print this sentence, because they use the memory model without the measured terms.
+    the measured layout print this sentence, because they do not use the measured terms.
     """
     terms = measured_memory(bundle)
     if terms is None:
@@ -361,8 +362,8 @@ def memory_in_words(bundle: Bundle) -> str:
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
-    """Return the predicted memory of a stage with activations and buffers multiplied by the measured factors. The
-    measured reserve is not added here, because it is subtracted from the device's memory.
+    """Return the predicted memory of a stage with activations and buffers multiplied by the measured factors. This
+    function does not add the measured reserve, which is subtracted from the device's memory instead.
     """
     return replace(
         stage,

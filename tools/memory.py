@@ -223,8 +223,8 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, and then the parts and modules that hold the bytes at the peak of the stage with the
-    most memory.
+    """Print a table row for each stage. For the stage that needs the most memory, also print the bytes of each part and
+    module at the peak.
     """
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
@@ -274,7 +274,9 @@ def _share(more: float | None) -> str:
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
-    """Print a row for each proposed change of the recipe, the best first, with the keys to change below it."""
+    """Print a table row for each proposed change to the recipe, the best change first, followed by the keys to
+    change.
+    """
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:

@@ -118,8 +118,8 @@ class Model:
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """Return the kind (dense or MoE) of each of the model's layers, with the same reading of the keys
-    `first_k_dense_replace` and `moe_layer_freq` as MindFormers.
+    """Return the kind (dense or MoE) of each of the model's layers, as MindFormers derives it from the keys
+    `first_k_dense_replace` and `moe_layer_freq`.
 
     Args:
         experts: 0: all layers are dense.
@@ -142,7 +142,7 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
 
 def words_of(pattern: Sequence[str]) -> str:
-    """Return the pattern of a model's layers in words, such as ``"1 dense, 53 moe"``."""
+    """Return the numbers of a model's dense and MoE layers in words, such as ``"1 dense, 53 moe"``."""
     return ", ".join(f"{len(list(alike))} {kind}" for kind, alike in groupby(pattern))
 
 
@@ -321,7 +321,7 @@ class Adapters:
 def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
     """Return all weights of one layer of the given kind, marked as frozen, and the weights A and B of the layer's LoRA
     adapters. Tensor parallelism cuts A [rank, inputs] like the inputs of the adapted linear layer, and B [outputs,
-    rank] like its outputs.
+    rank] like the outputs of this layer.
     """
     own = weights(model, kind, shared_whole)
     found = [replace(weight, frozen=True) for weight in own]
@@ -338,7 +338,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
 
 
 def adapter_parameters(model: Model, adapters: Adapters) -> int:
-    """Return the number of trained elements of the model, which are those of its LoRA adapters."""
+    """Return the number of trained elements of a model with LoRA, which are the elements of all adapters."""
     kinds = (*model.pattern, *["mtp"] * model.mtp)
     return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 

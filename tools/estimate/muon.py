@@ -34,9 +34,8 @@ class Matrix:
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Return the matmuls of all Newton-Schulz steps: A = X X^T, its square A A, and B X, with the shorter side of X
-        first. Each Newton-Schulz step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the
-        matrix.
+        """Return the matmuls of all Newton-Schulz steps: A = X X^T, A A, and B X, where X has its shorter side first.
+        Each Newton-Schulz step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the matrix.
         """
         short, long = sorted((self.rows, self.columns))
         times = STEPS * self.count
@@ -76,8 +75,8 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
 
 
 def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
-    """Yield the AllGathers of a weight's momentum before Muon's update, each as (bytes of the gathered tensor, number
-    of ranks, distance between neighbouring ranks).
+    """Yield (bytes of the gathered tensor, number of ranks, distance between neighbouring ranks) for each AllGather of
+    a weight's momentum before Muon's update.
     """
     if not orthogonal(weight, config) or weight.split == "experts":
         return

@@ -36,7 +36,7 @@ _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:g
 
 
 def draw(found: Study, path: Path) -> Path:
-    """Draw a study of expert loads to an .svg or .png file; return `path`.
+    """Draw the report on a run's expert loads to the .svg or .png file `path`; return `path`.
 
     Raises:
         DataError: as in `save_figure`.
@@ -124,8 +124,8 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return a study of expert loads as a dictionary for JSON; every ratio is the maximum load divided by the mean load
-    (max/mean).
+    """Return the report on a run's expert loads as a dictionary for JSON; every ratio is the maximum load divided by
+    the mean load (max/mean).
     """
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
@@ -236,7 +236,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """Return lines that list the data and the assumptions behind the results of a study of expert loads."""
+    """Return lines that list the data and the assumptions behind the report on a run's expert loads."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):
@@ -272,8 +272,8 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print the tables of a study of expert loads (loads by layer, and results by policy of moving experts), and the
-    assumptions behind these tables.
+    """Print the report on a run's expert loads: a table of loads by layer, a table of results by policy of moving
+    experts, and the assumptions.
     """
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")

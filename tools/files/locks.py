@@ -31,8 +31,8 @@ Busy = Callable[[Path, str], TC3Error]  # (folder, who holds its lock, or "" if 
 
 @contextmanager
 def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False) -> Iterator[None]:
-    """Hold the locks of folders, which are made if they do not exist. If the `with` block raises an error, the locks
-    and the folders that were made for them are removed.
+    """Hold the locks of folders; folders that do not exist are made. If the `with` block raises an error, the locks and
+    the folders that were made for them are removed.
 
     Args:
         busy: a function that returns the error to raise if another command holds the lock of a folder.

@@ -111,8 +111,8 @@ Tallies = dict[tuple[str, str], Tally]  # (part, pass: "forward", "recompute", "
 
 
 def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
-    """Count all operators of a graph by part of the model and by pass. A subgraph that is called twice counts once,
-    because a micro-batch calls it once.
+    """Count all operators of a graph by part of the model and by pass. A subgraph counts once even if the graph calls
+    it several times, because a micro-batch calls it once.
 
     Args:
         rows: the number of rows that is assumed for dimensions that are unknown before routing.

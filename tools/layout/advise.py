@@ -131,8 +131,8 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch mode and the chunks that a recipe sets (the best values in place of `auto`), the
-    configuration of the run with these values, and its predicted step.
+    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`.
+    It also holds the run's configuration and predicted step with these values.
     """
 
     config: Configuration = field(repr=False)
@@ -272,8 +272,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the dispatch modes, numbers of chunks and orders of chunks among which a recipe with `auto` lets the tools
-    choose, as arguments of `advise`. If the recipe names a dispatch mode, only this mode is returned.
+    """Return the dispatch modes, numbers of chunks and orders of chunks from which the tools may choose for a recipe
+    with `auto`, as arguments of `advise`. If the recipe names a dispatch mode, only this mode is returned.
 
     Raises:
         RecipeError: the recipe's settings are not allowed.
@@ -308,8 +308,8 @@ def _report(
 
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
-    """Return the predicted step under given loads, from a simulation of the recipe's pipeline schedule; a schedule that
-    cannot be simulated is replaced by 1F1B, which suffices for a comparison of dispatch modes.
+    """Return the predicted step under given expert loads, from a simulation of the recipe's pipeline schedule. If the
+    schedule cannot be simulated, 1F1B is simulated instead, which suffices to compare dispatch modes.
     """
     try:
         return times.under(config, loads, simulated=True)

@@ -36,8 +36,9 @@ def anneal(
     planned: float | None = None,
 ) -> None:
     """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and offer every better plan
-    to `incumbent`. The argument `step_times` is the function that computes the step time of plans, by default a
-    simulation. The temperature reaches zero after `planned` units of work, by default the units of the budget.
+    to `incumbent`. The argument `step_times` is the function that computes the step time of plans, which is a
+    simulation by default. The temperature of the annealing reaches zero after `planned` units of work; the default is
+    all units of the budget.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times
@@ -71,8 +72,8 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws random changes of plans; a changed plan has the same layers of each type, but may break other
-    rules (such as the memory limit).
+    """A `Changes` makes random changes to plans. A changed plan has the same number of layers of each type, but may
+    break other rules (such as the memory limit).
     """
 
     def __init__(self, instance: Instance, rng: np.random.Generator):

@@ -1,5 +1,5 @@
-"""This module limits how long a search may run. The effort of a search is counted in units of work; a deadline is only
-a safety limit, and Ctrl-C makes the search stop early.
+"""This module limits how long a search may run. The effort of a search is counted in units of work. A time limit is
+only a safety limit, and Ctrl-C makes the search stop early.
 
 A unit of effort takes about a second on one idle core, but it is counted as work: simulated operations, nodes of the
 solver's branch-and-bound tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow
@@ -50,7 +50,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Return the units of work that are left in this budget; 0 if the search was stopped or the deadline has
-        passed. A passed deadline is recorded in `cut`.
+        passed. If the deadline has passed, this is recorded in the field `cut`.
         """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
@@ -68,14 +68,14 @@ class Budget:
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a new budget with a share of this budget's units of work; units that are spent from the new budget are
-        also spent from this budget.
+        """Return a new budget with a share of this budget's units of work. Work that is charged to the new budget is
+        also charged to this budget.
         """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a new budget with the given units of work, or with all units that are left if these are fewer; units
-        that are spent from the new budget are also spent from this budget.
+        """Return a new budget with the given number of units of work, limited to the units that are left. Work that is
+        charged to the new budget is also charged to this budget.
         """
         return _Part(self, min(self.left, units), math.inf)
 

@@ -37,10 +37,10 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
-    """Return several distributions of the layers over the stages, each as the number of layers of every stage,
-    [stages], in the order of their step times by the closed formula of the pipeline. Distributions with which a step
-    surely takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are
-    assumed to be distributed equally over the chunks.
+    """Return several distributions of the layers over the stages, each as the number of layers of every stage. The
+    distributions are sorted by step time according to the pipeline's closed formula. Distributions whose step certainly
+    takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are assumed to
+    be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
     stages, chunks = instance.stages, instance.chunks
@@ -87,8 +87,8 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return the distributions of layers with which a search begins, each as the number of layers of every chunk, [C]
-    in model order.
+    """Return the distributions of layers from which a search starts, each as the number of layers of every chunk [C] in
+    model order.
     """
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
@@ -120,9 +120,9 @@ def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
 
 
 def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the distributions of layers that differ from `counts` by one layer that moves to another chunk, each as the
-    number of layers of every chunk. If there are many chunks, a layer moves only to a near chunk, within its stage, or
-    away from the slowest stage.
+    """Yield every distribution of layers that results from `counts` if one layer moves to another chunk, as the number
+    of layers of every chunk. If there are many chunks, a layer moves only to a near chunk, within its stage, or away
+    from the slowest stage.
     """
     least, stage_of = least_layers(costs.instance), costs.instance.stage_of
     for a, b in itertools.permutations(range(len(counts)), 2):
@@ -167,9 +167,9 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule of the instance (such as the memory limit); None if no plan was found.
-    Plans whose steps surely take far longer than `beat` ms are not improved. The amount of work depends only on the
-    instance and `beat`, and not on time.
+    """Return a plan [K, C] that obeys every rule of a pipeline-balance problem (such as the memory limit); return None
+    if no plan was found. Plans whose step certainly takes far longer than `beat` ms are not improved. The amount of
+    work depends only on the problem and on `beat`, and not on the speed of the machine.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

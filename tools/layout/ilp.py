@@ -60,8 +60,8 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the mixed-integer program of one instance; constraints that `add_chain` adds stay for all later
-    runs of the solver.
+    """A `PathModel` is the mixed-integer program of one pipeline-balance problem. Constraints that `add_chain` adds
+    stay for all later runs of the solver.
     """
 
     def __init__(self, instance: Instance):
@@ -102,16 +102,16 @@ class PathModel:
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve the program under the assumption that layers may be divided between chunks, which gives a lower bound
-        on the step time.
+        """Solve the linear relaxation of the program, in which layers may be divided between chunks; it gives a lower
+        bound on the step time.
         """
         return self._run(budget, self._time, whole=False)
 
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Search the fastest plan of whole layers whose step time is at most `below`, and whose numbers of layers [K,
-        C] lie between `low` and `high`.
+        """Search for the fastest plan of whole layers whose step time is at most `below`. The plan's numbers of layers
+        [K, C] must lie between `low` and `high`.
         """
         return self._run(budget, self._time, below, low, high)
 
@@ -270,7 +270,7 @@ class Incumbent:
     @property
     def gap(self) -> float:
         """Return (time - bound) / time, where time is the step time of the best plan and bound is the proven lower
-        bound; infinity if no plan was found yet.
+        bound. Return infinity if no plan has been found yet.
         """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
@@ -285,8 +285,8 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Keep `plan` as the best plan if it obeys all rules and is faster than the best plan so far; return whether it
-        was kept.
+        """Keep `plan` as the best plan if it obeys all rules and is faster than the best plan so far; return whether
+        `plan` was kept.
         """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
@@ -300,8 +300,8 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a proven lower bound on the step time of all plans; a bound that is not below the best plan's step
-        time proves that this plan is the fastest.
+        """Record a proven lower bound on the step time of all plans; if the bound reaches the best plan's step time,
+        this plan is proven to be the fastest.
         """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
@@ -352,7 +352,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Search for faster plans close to the best plan of `incumbent`, and offer them to it, until `budget` is spent."""
+    """Search for faster plans close to the best plan so far, which `incumbent` keeps, until `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:
@@ -366,8 +366,8 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer `plan` to `incumbent`, and add the longest chain of operations of its step to `model`; return whether
-    `incumbent` kept the plan.
+    """Offer `plan` to `incumbent` as the best plan so far, and add the longest chain of operations of the plan's step
+    to `model`. Return whether `incumbent` kept the plan.
     """
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)

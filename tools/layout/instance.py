@@ -71,7 +71,7 @@ class LayerType:
 @dataclass(frozen=True)
 class Instance:
     """An `Instance` is one pipeline-balance problem: which layers go to which pipeline stage, and what they recompute.
-    Times and memory are in the units that the file of the instance uses.
+    Times and memory are in the units of the file that describes the problem.
     """
 
     name: str
@@ -98,8 +98,8 @@ class Instance:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return for each layer type and recompute option the forward time, the backward time (with recomputation), the
-        memory of the parameters and the activation memory of a layer, [4, K].
+        """Return an array [4, K] with the costs of a layer for each layer type and recompute option: forward time,
+        backward time (with recomputation), memory of parameters, and activation memory.
         """
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
@@ -107,8 +107,8 @@ class Instance:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return for each chunk the forward and backward times of work outside of layers (embedding in the first chunk,
-        head in the last), [2, C].
+        """Return for each chunk the forward and backward times of work outside of layers, as an array [2, C]. This work
+        is the embedding in the first chunk and the head in the last chunk.
         """
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
@@ -122,7 +122,7 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the time in `ends` for receiving from another stage, [stages]; here it is 0."""
+        """Return for each stage the part of `ends` that is spent on receiving from other stages, which is 0 here."""
         return np.zeros(self.stages)
 
     @cached_property
@@ -133,7 +133,7 @@ class Instance:
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
         """Return for each stage how many micro-batches of each chunk are in flight when the schedule keeps the most
-        activations; there may be several such moments, one in each row [moments, chunks].
+        activations; if there are several such moments, each has a row in the array [moments, chunks].
         """
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
@@ -147,8 +147,8 @@ class Instance:
 
     @cached_property
     def kept_by_ends(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage the activation memory that work outside of layers (embedding, head) keeps at each of
-        the moments in `peaks`, [moments].
+        """Return for each stage the activation memory that work outside of layers (embedding, head) keeps at each
+        moment of the peak (see `peaks`).
         """
         kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
         return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
@@ -171,22 +171,22 @@ class Instance:
 
     @property
     def least_static(self) -> np.ndarray:
-        """Return for each stage the memory that every plan needs regardless of its layers: `static`, and the least
-        memory for a running pass and for buffers, [stages].
+        """Return for each stage the memory that every plan needs, whichever layers it places on the stage: `static`,
+        and the least memory for a running pass and for buffers.
         """
         return self._once[0]
 
     @property
     def more(self) -> np.ndarray:
-        """Return the memory for a running pass and for buffers that a stage needs beyond `least_static` if it holds
-        layers of a given type and recompute option, [2, stages, K].
+        """Return how much more memory than `least_static` a stage needs for a running pass and for buffers if it holds
+        layers of a given type and recompute option, as an array [2, stages, K].
         """
         return self._once[1]
 
     @cached_property
     def kept_out(self) -> np.ndarray:
-        """Return for each layer type and recompute option whether the last chunk may not use it (`last_option`), bool
-        [K].
+        """Return for each layer type and recompute option whether the key `last_option` forbids the option in the last
+        chunk, as bool [K].
         """
         has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
         names = [(t, self.types[t].options[o].name) for t, o in self.columns]
@@ -194,16 +194,16 @@ class Instance:
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each layer type and recompute option the option's position in `order`, [K]; 0 if any order is
-        allowed.
+        """Return for each layer type and recompute option the position of the option in the list `order`; the position
+        is 0 if any order is allowed.
         """
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return the numbers v * P + s of all chunks in the order in which the model runs them, where P is the number
-        of stages, s the stage, and v the chunk's number on its stage.
+        """Return the number v * P + s of each chunk, in the order in which the model runs the chunks. P is the number
+        of stages, s is the stage, and v is the chunk's number on the stage.
         """
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
@@ -216,13 +216,13 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder values by chunk [..., C] from the model's order to the order by number on the stage, or back."""
+        """Reorder values by chunk [..., C] from the model's order to the order of numbers in `places`, or back."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return for each layer type and recompute option the times of a layer, [2, K] or [3, K]: forward, backward,
-        and weight gradients if the schedule splits them off.
+        """Return the times of a layer for each layer type and recompute option as an array [2, K] or [3, K]: forward,
+        backward, and weight gradients if the schedule splits them off.
         """
         if not splits_backward(self.schedule):
             return self.costs[:2]
@@ -230,12 +230,12 @@ class Instance:
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward and 0."""
+        """Return for each chunk the times [rows, C] of work outside of layers: forward, backward and 0."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the times of each chunk in the given plans [..., K, C], as an array [..., rows, C]: forward, backward,
-        and weight gradients if the schedule splits them off.
+        """Return the times of each chunk in the given plans [..., K, C], as an array [..., rows, C]. The rows are
+        forward, backward, and weight gradients if the schedule splits them off.
         """
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
@@ -260,8 +260,8 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the step time of a plan, and how often the longest chain of operations that wait for each other runs
-        the forward and the backward pass of each chunk, [rows, C].
+        """Return the step time of a plan, and how often its longest chain of dependent operations runs the forward and
+        the backward pass of each chunk, as an array [rows, C].
         """
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
@@ -288,9 +288,9 @@ class Instance:
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether it obeys all rules except the memory limit, bool [N]: every layer is placed
-        once, the types keep the model's order, no inner chunk is empty, and `last_layers`, `last_option` and `order`
-        are obeyed.
+        """Return for each plan whether it obeys all rules except the memory limit, as bool [N]. Every layer must be
+        placed once and in the model's order, no inner chunk may be empty, and `last_layers`, `last_option` and `order`
+        must be obeyed.
         """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
@@ -308,8 +308,8 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether no chunk's recompute options become stronger from one layer type to the next,
-        bool [N].
+        """Return for each plan whether the recompute options in every chunk never become stronger from one layer type
+        to the next, as bool [N].
         """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
@@ -467,7 +467,7 @@ class _Place:
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
-        """Raise `DataError` for keys of this mapping that are neither in `known` nor notes (keys that begin with
+        """Raise `DataError` for keys of this mapping that are not in `known`, except for notes (keys that begin with
         "about").
         """
         keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []

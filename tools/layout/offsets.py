@@ -110,8 +110,8 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. The sections that hold the values are copied before, because YAML anchors may
-    share them with other keys.
+    """Set values of a recipe in place. The sections that hold the values are copied first, because YAML anchors may
+    share these sections with other keys.
     """
     for path, value in values.items():
         section: Any = recipe

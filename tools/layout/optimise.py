@@ -47,8 +47,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return a plan with equally many layers in each chunk, in model order, in which every layer has the recompute
-    option that keeps the least activation memory. The returned plan may exceed the memory cap.
+    """Return a plan with evenly distributed layers, in which every layer has the recompute option that keeps the least
+    activation memory. The returned plan may exceed the memory cap.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -110,8 +110,8 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, where time is the plan's step time and bound is the proven lower bound;
-        infinity without a plan.
+        """Return (time - bound) / time, where time is the plan's step time and bound is the proven lower bound. Return
+        infinity if there is no plan.
         """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
@@ -123,9 +123,9 @@ def optimise(
     report: Callable[[Incumbent], None] | None = None,
     start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
-    `report` is called with every improvement, and the returned plan is never slower than the plan `start` [K, C]. If
-    `start` is given, its caller has already done the quick placement and computed the bound of weighted chains, so
+    """Search for the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
+    `report` is called with every improvement. The returned plan is never slower than the plan `start` [K, C]. If
+    `start` is given, the caller has already made a quick placement and computed the bound of weighted chains, so that
     these two steps are not repeated.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)

@@ -42,9 +42,9 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` holds the N patterns of one stage, one in each row; a pattern is a way to distribute layers to the
-    stage's V chunks and to recompute these layers. After the patterns follows a row for each number of layers from 0 to
-    the largest number, with the least value in each column of all patterns that have at least this number of layers.
+    """A `Stage` holds the N patterns of one stage, one in each row. A pattern is one choice of layers and their
+    recomputation for the stage's V chunks. After the patterns come further rows, one for each number of layers n from 0
+    on. Such a row holds in each column the least value of all patterns with at least n layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -56,8 +56,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """An `After` holds lower bounds on the time of a step after the pipeline's last pass (gradients, weights,
-    optimizer), which depends on the slowest stage.
+    """An `After` holds lower bounds on the time between the pipeline's last pass and the end of the step (gradients,
+    weights, optimizer). This time depends on the slowest stage.
     """
 
     least: float  # ms of any plan
@@ -70,10 +70,10 @@ class After:
 def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
-    one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights,
-    optimizer). The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of
-    layers, and if the budget does not suffice for one stage.
+    """Return a lower bound in ms (limited to `goal`) on the step time of every plan, and a plan [K, C] that reaches the
+    bound if one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients,
+    weights, optimizer). The bound is 0 if no bound could be computed. This is so for schedules other than 1F1B, for
+    more than two types of layers, and if the budget does not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)
@@ -115,8 +115,8 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return for each stage the patterns (distributions of layers to its chunks, with their recomputation) that allow a
-    step of less than `goal` ms; None if there are too many to list, or if the instance is not supported.
+    """Return for each stage the patterns (choices of layers and their recomputation for the stage's chunks) that allow
+    a step of less than `goal` ms. Return None if there are too many patterns, or if the problem is not supported.
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None

@@ -102,9 +102,10 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if the written cost differs from the cost that the present recipe would have. A recipe that
-    states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
+    """Copy the costs per token and query-key pair from `first`, the recipe with which the run began, to the present
+    recipe (in place). Return a line of text if the copied costs differ from the costs that the present recipe would
+    have. A recipe that states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no
+    costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
@@ -195,8 +196,8 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This error means that the value `auto` of the key `path` cannot be replaced; `why` is the reason, which may name
-    another key.
+    """This error means that the value `auto` of the key `path` cannot be replaced by a computed value. The field `why`
+    holds the reason, which may name another key.
     """
 
     def __init__(self, source: str, path: KeyPath, why: str):
@@ -205,8 +206,8 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which every `auto` is replaced by a value and the costs of samples are filled in.
-    All other values of the recipe are unchanged.
+    """Return a copy of `recipe` in which every `auto` is replaced by a computed value. The costs of samples for
+    `plugins.attention_balance` are filled in, too. All other values of the recipe are unchanged.
 
     Args:
         say: a function that receives a line for each value that replaced `auto`.
@@ -225,8 +226,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys whose `auto` could not
-    be computed; these keys get simple values.
+    """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys for which no value
+    could be computed; these keys get simple values.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

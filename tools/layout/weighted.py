@@ -38,9 +38,9 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
-    """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if no bound could be
-    computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small. Both
-    `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
+    """Return a lower bound in ms (limited to `goal`) on the step time of every plan. The bound is 0 if no bound could
+    be computed. This is so for schedules other than 1F1B, for more than two types of layers, and if the budget is too
+    small. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:
@@ -158,8 +158,8 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return a lower bound in ms on the pipeline time of the plans of `case`; the weights of the chains are
-        improved until the bound reaches `enough`.
+        """Return a lower bound in ms on the pipeline time of all plans that belong to `case`. The function improves the
+        weights of the chains until the bound reaches `enough`.
         """
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()

@@ -45,7 +45,7 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait immediately even if
+    """Run the function `work` in a thread, and return the result of `work`. Ctrl-C ends the wait immediately, even if
     `work` stays in C code for minutes.
 
     The function `work` goes on until the process ends, so it must not write files. `work` must release Python's global
@@ -108,8 +108,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
-    ends the child processes that the block starts.
+    """While the `with` block runs, start child processes so that Ctrl-C reaches only this process, and not the child
+    processes. SIGTERM still ends the child processes that the `with` block starts.
 
     The child processes inherit a blocked SIGINT. Python's signal handlers are not inherited, and if this process
     ignored SIGINT, a Ctrl-C during the block would be lost.

@@ -246,7 +246,7 @@ class Imbalance:
     @property
     def speed_up(self) -> float | None:
         """Return the speed-up by `plugins/attention_balance`: the step time without the plugin divided by the step time
-        with the plugin. If the step time is unknown, the time of the computation is used instead.
+        with the plugin. If step times cannot be predicted, the times of the computation are compared instead.
         """
         if self.result is None:
             return None

@@ -188,8 +188,9 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, option: str) -> float:
-    """Return the peak of the bytes that the backward pass of a layer needs in addition to the tensors that the forward
-    pass has kept. The returned bytes include the results of the operators that the layer's recompute option runs again.
+    """Return the peak memory in bytes that the backward pass of a layer needs in addition to the activations kept by
+    the forward pass. The returned bytes include the results of the operators that the layer's recompute option runs
+    again.
     """
     again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item
@@ -215,8 +216,8 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the peak of the bytes that the loss needs in addition to kept activations; with `mtp`, the gradient of the
-    MTP layers' logits is included.
+    """Return the peak memory in bytes that the loss needs in addition to kept activations. If `mtp` is True, the
+    gradient of the MTP layers' logits is included.
     """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)

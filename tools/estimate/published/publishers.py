@@ -81,8 +81,8 @@ _GROUPS = {
 
 
 def settings_of(group: str, cluster: str) -> Settings:
-    """Return the software settings of a group of published measurements, or, if the group is unknown, those of the
-    software that usually runs on the cluster.
+    """Return the software settings of a group of published measurements. For an unknown group, return the settings of
+    the software that usually runs on the cluster.
     """
     return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
@@ -158,8 +158,8 @@ def recomputation(words: str, layers: Table, selective: str) -> Recompute:
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the configuration of a row of torchtitan's measurements, read from its layout ("FSDP32 TP8"), the number
-    of samples of a data-parallel rank, and the technique.
+    """Return the configuration of a row of torchtitan's measurements. It follows from the row's layout (such as "FSDP32
+    TP8"), the number of samples of a data-parallel rank, and the technique.
     """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
@@ -244,16 +244,16 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Return the release of the software, such as "26.04.01", from the id of a row of measurements; "" if the id names
-    no release.
+    """Return the software release, such as "26.04.01", that the id of a row of measurements names; return "" if the id
+    names no release.
     """
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of Megatron-Bridge's measurements with the settings of the recipe that was
-    measured; these settings are added to the list `assumed`.
+    """Return the configuration of a row of Megatron-Bridge's measurements, completed with settings of Megatron-Bridge's
+    recipe. The function adds these settings to the list `assumed`.
     """
     if not config.model.experts:
         return config
@@ -303,8 +303,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the content of a row of measurements from a MindFormers model card as (configuration, samples of a step,
-    assumptions).
+    """Convert a row of measurements from a MindFormers model card to (configuration, samples in a step, assumptions).
 
     Raises:
         Unexpressed: the row's run uses LoRA, or the dimensions of its model are not known.
