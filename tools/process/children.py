@@ -169,9 +169,9 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it. All processes that the started process has
-    itself started are ended, too.
+    """Start a process that ends at the latest when the `with` block ends. If `grace` is given, the process first
+    receives SIGTERM, and SIGKILL if it has not ended after `grace` seconds. The child processes of the started process
+    are ended, too.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.

@@ -196,7 +196,7 @@ def modelled(
     config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None, simulated: bool = True
 ) -> dict[str, float]:
     """Return the predicted seconds of each of the estimator's terms (such as matmul), which add up to the predicted
-    step. The seconds of recomputation are part of the term of the repeated work.
+    step. The seconds of recomputation are part of the term to which the recomputed operators belong.
 
     Args:
         stage: the pipeline stage whose step is predicted; None for the slowest stage.
@@ -308,8 +308,8 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted seconds of each of the estimator's terms (such as matmul), the largest first, for a measured
-    step of which only the total seconds are known.
+    """Return the predicted seconds of each term (such as matmul), the largest first. This function is for measured
+    steps of which only the total time is known.
     """
     gap = seconds - sum(predicted.values())
     found = []

@@ -188,8 +188,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of a
-    kernel from an expansion does not name the cell (module) of the model to which the kernel belongs.
+    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of
+    such a kernel does not name the module of the model to which the kernel belongs.
     """
     return kernel.name.startswith("Expand/")
 

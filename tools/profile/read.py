@@ -1,5 +1,5 @@
 """This module finds and reads a profile in a folder, in any of the formats of MindSpore's profiler. The module also
-checks whether the steps of the profile took similarly long.
+checks whether all steps of the profile have similar lengths.
 
 The profile of an Ascend device consists of the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 

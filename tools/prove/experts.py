@@ -41,7 +41,7 @@ from tools.prove.tokens import dispatched, rows_in
 
 def counts(x: Spread, number: int) -> Order | None:
     """Return the number of tokens of each expert, which MindFormers computes by adding up one-hot rows, as an `Order`
-    (integers that routing decides). Return None if the tokens stay on their ranks.
+    (integers that expert routing computes). Return None if the tokens are not dispatched to other ranks.
     """
     leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
     return Order(("counts", number)) if leave else None
@@ -103,8 +103,8 @@ def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread
 
 
 def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
-    """Return how rows are distributed over the ranks after a ReduceScatter over the ranks that had gathered the rows.
-    Return None if dimension 0 of the value holds no rows that were dispatched to experts.
+    """Return how token rows are distributed over the ranks after a ReduceScatter over the ranks that had gathered these
+    rows. Return None if dimension 0 of the value holds no rows that were dispatched to experts.
     """
     if not x.dims or dispatched(x.dims[0]) is None:
         return None
@@ -294,8 +294,8 @@ def _grouped(call: Call) -> Value:
 
 
 def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """Return for each exchange of a token dispatch the axes of the device mesh over which it has sent rows to the ranks
-    of their experts.
+    """Return for each exchange of a token dispatch the axes of the device mesh over which the exchange has sent token
+    rows to their experts.
     """
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 

@@ -166,9 +166,8 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return a spread with its dimensions replaced by `dims`, if each rank then holds the same elements as before;
-    otherwise return the spread unchanged. Pieces that change their dimension become loose (their dimension counts as
-    not known).
+    """Replace the dimensions of a spread by `dims` if each rank then holds the same elements as before, and return the
+    spread. Pieces that move to another dimension become loose (their dimension counts as unknown).
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
@@ -447,8 +446,9 @@ def _next_to_units(x: Spread) -> frozenset[str]:
 
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
-    """Return the dimensions of a value after each rank along an axis has kept only its own piece of dimension `number`.
-    If dimension `number` begins with gathered pieces of another dimension, that other dimension is cut instead.
+    """Return the dimensions of a value after each rank along a mesh axis has kept only its own piece of dimension
+    `number`. If dimension `number` begins with gathered pieces of another dimension, this function cuts the other
+    dimension instead.
     """
     dims = list(x.dims)
     if not dims[number] or not isinstance(lead := dims[number][0], Block):
@@ -473,9 +473,10 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after an AllToAll along an axis: each rank splits
-    dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. Afterwards
-    dimension `split` is cut along this axis, and the former pieces of this axis are gathered in dimension `join`.
+    """Return how a value is distributed over the ranks (its spread) after an AllToAll along a mesh axis. Each rank
+    splits dimension `split` into a part for each rank, and joins the received parts along dimension `join`. After the
+    AllToAll, dimension `split` is cut along the axis, and the former pieces along the axis are gathered in dimension
+    `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"

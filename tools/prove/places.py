@@ -1,5 +1,5 @@
-"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet): it
-tries each dimension in which such a piece may lie.
+"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet). It
+tries every dimension in which a loose piece may lie.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
 
 def outside(axis: str, other: str) -> bool:
     """Return whether an axis of the device mesh lies outside another axis (dp is outside cp, and cp is outside tp).
-    MindSpore cuts a dimension over the outer axis first, so that an outer axis that follows an inner axis most likely
-    cuts the next dimension.
+    MindSpore cuts a dimension over outer axes first. An outer axis after an inner axis therefore most likely cuts the
+    next dimension.
     """
     names = (axis.partition("."), other.partition("."))
     places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]

@@ -132,8 +132,8 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
 def stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
-    """Return the spread of a padded tensor if each rank has put its piece into its own part of a dimension that had one
-    element, and zeros into the other parts of the dimension; return None for any other padding.
+    """Return the spread of a tensor that was padded with zeros along a dimension of one element, if each rank has put
+    its element at the rank's own index. Return None for any other padding.
 
     This is the gradient of a slice that divides gathered pieces among ranks. A dimension other than the first one may
     also be the dimension of these pieces, which `pad` tries before.

@@ -27,8 +27,7 @@ from plugins.errors import TC3Error
 
 
 class Contradiction(TC3Error):
-    """This error means that the results of the ranks, joined or added up, are not the result that one device would
-    compute.
+    """This error means that the ranks together compute another result than one device would compute.
 
     Args:
         over: the axes along which the results are wrong, if the places of pieces over other axes do not matter.
@@ -40,8 +39,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error means that the compiled graph is certainly wrong, in whichever dimensions its loose pieces (pieces of
-    cut tensors whose dimension is not known yet) lie.
+    """This error means that the compiled graph is certainly wrong, whatever the unknown dimensions of its loose pieces
+    are (pieces of cut tensors whose dimension is not known yet).
     """
 
 
@@ -50,8 +49,8 @@ class NotKnown(TC3Error):
 
 
 class Uncertain(NotKnown):
-    """This error means that an operator does not allow the spreads of its arguments, but might allow them if their
-    loose pieces (pieces of cut tensors whose dimension is not known yet) lay in other dimensions.
+    """This error means that an operator may be wrong: whether it is depends on the dimensions of its arguments' loose
+    pieces (pieces of cut tensors whose dimension is not known yet).
 
     Args:
         loose: the axes that cut the arguments into these pieces.
@@ -195,7 +194,7 @@ def plain(shape: Iterable[int]) -> Spread:
 
 
 def tidy(atoms: Iterable[Atom]) -> Dim:
-    """Return the factors (atoms) of a dimension without factors of 1, and with neighbouring numbers multiplied."""
+    """Simplify the factors (atoms) of a dimension: remove factors of 1, and multiply neighbouring numbers."""
     found: list[Atom] = []
     for atom in atoms:
         if atom == 1:
@@ -208,8 +207,8 @@ def tidy(atoms: Iterable[Atom]) -> Dim:
 
 
 def times(*parts: tuple[Powers, int]) -> Powers:
-    """Return the exponent of each axis size in a product of powers of axis sizes, where each factor is given as (axis
-    sizes with their exponents, exponent of the factor).
+    """Multiply powers of axis sizes, and return the exponent of each axis size in the product. Each factor is given as
+    (axis sizes with exponents, exponent of the whole factor).
     """
     total: Counter[str] = Counter()
     for powers, sign in parts:
@@ -287,8 +286,8 @@ def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[i
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension of tokens, which MindFormers has grouped for its router, with the tokens of each rank back in
-    their former order; this suffices for a sum over the tokens.
+    """Return a dimension of tokens that MindFormers has grouped by rank for its router, with the tokens of each rank in
+    their original order. This is enough to sum over the tokens.
     """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
@@ -347,8 +346,8 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def as_tensor(x: Spread) -> Spread:
-    """Return the spread of a value as that of any tensor, without the information that its elements are equal (`Alike`)
-    or zeros (`Zeros`).
+    """Return the spread of a value without the information that the elements of the value are equal (`Alike`) or zeros
+    (`Zeros`).
     """
     return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
 
@@ -393,8 +392,8 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return the spread of a replicated value expressed as a partial sum over `axes`, in which each rank holds the
-    value divided by the number of ranks.
+    """Return the spread of a replicated value as a partial sum over `axes`. The value must have been divided by the
+    number of ranks along these axes.
     """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
@@ -421,9 +420,7 @@ def add(x: Spread, y: Spread) -> Spread:
 
 
 def check_linear(x: Spread, y: Spread) -> None:
-    """Raise an error if the products of two values that the ranks compute do not add up to the product of the whole
-    values.
-    """
+    """Raise an error if the products that the ranks compute do not add up to the product of the whole values."""
     if either := x.greatest | y.greatest:
         raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
     if both := x.partial & y.partial:

@@ -129,8 +129,8 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why a recipe is only modelled, so that no training should start from it; "" if no `card.yaml` says so. The
-    cards of all `files` are read, because the card of a base recipe also applies to its child recipes.
+    """Return the reason why a recipe is only for predictions and should not be trained; return "" if no `card.yaml`
+    says so. The cards of all `files` are read, because the card of a base recipe also applies to its child recipes.
     """
     for path in sorted(map(Path, files)):
         try:
@@ -150,8 +150,8 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return the content of a `card.yaml`. The function raises RecipeError, which names the file and the wrong key, or
-    OSError if there is no such file.
+    """Return the content of a `card.yaml`. If a key is wrong, it raises a RecipeError that names the file and the key.
+    If the file does not exist, it raises an OSError.
     """
     try:
         raw = _content(path.read_text(encoding="utf-8"))
@@ -296,7 +296,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing, and exit with code 1 if recipes/README.md is out of date.")
 def main(check: bool) -> None:
-    """Write recipes/README.md from the files card.yaml."""
+    """Write recipes/README.md from the `card.yaml` files of all folders of recipes."""
     target = RECIPES / "README.md"
     try:
         text = catalogue(RECIPES)

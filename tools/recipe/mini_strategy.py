@@ -52,9 +52,9 @@ class Degrees:
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each parallel degree is a power of two, and is not larger than
-    the recipe's degree. The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe
-    allows it, until no further doubling fits into `workers`. The expert-parallel degree is the largest that the recipe
-    and the data- and tensor-parallel ranks of a stage allow.
+    the recipe's degree. The function doubles the pipeline, tensor, data and context degrees in turn, as far as the
+    recipe allows, until no further doubling fits into `workers`. The expert-parallel degree is the largest degree that
+    the recipe and the number of data- and tensor-parallel ranks allow.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True
@@ -73,7 +73,7 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
     """Change the recipe `mini`, which was derived from `recipe`, so that it has the parallel strategy of `recipe` on
-    `workers` processes. A step of `mini` then has `batch` samples, or more if the pipeline needs more micro-batches.
+    `workers` processes. A step of `mini` has `batch` samples, or more if the pipeline needs more micro-batches.
 
     Raises:
         RecipeError: the recipe does not split the model or the batch, or the batch cannot be divided among the
@@ -114,8 +114,8 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
     """Give a mini recipe (in place) the parallel degrees `degrees` and the operators of the full recipe (`view`), for
-    steps of `batch` samples. The mini recipe gets as many layers as the pipeline of `deepest` needs, so that mini
-    recipes with different degrees have the same weights.
+    steps of `batch` samples. The mini recipe gets as many layers as a pipeline with the degrees `deepest` needs. Mini
+    recipes with different degrees then have the same weights.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

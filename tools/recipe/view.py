@@ -1,6 +1,6 @@
-"""This module reads the values of a recipe that other modules use in computations. The look-ups of a `View` return a
-default for a value of the wrong type, so that `tc3 check` can check the rules of a broken recipe. A `View` also
-computes sizes, such as the number of devices.
+"""This module reads the values of a recipe that other modules use in computations. For a value of the wrong type, a
+`View` returns a default, so that `tc3 check` can check the other values of a faulty recipe. A `View` also computes
+sizes, such as the number of devices.
 
 A recipe may contain the value `auto`, which `tools.layout.resolve` replaces. MindFormers cannot read such a recipe, and
 no sizes can be computed from it, so `require_resolved` refuses it.
@@ -30,7 +30,9 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` gives the sizes of a recipe. For a value of the wrong type, a `View` gives the default."""
+    """A `View` reads values and sizes of a recipe, such as the number of devices. For a value of the wrong type, it
+    returns a default.
+    """
 
     recipe: Recipe
 
@@ -125,21 +127,21 @@ class View:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the number of samples of a step as the trainer computes it; if the batch grows during training, that
-        of the largest batch.
+        """Return the number of samples in a step, as the trainer computes it. If the batch grows during training,
+        return the largest number.
         """
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return how the batch size grows during training; it is constant without plugins.batch_ramp."""
+        """Return how the batch size grows during training; without plugins.batch_ramp, the batch size is constant."""
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch (full_batch), which MindFormers may turn on without a
-        key of the recipe.
+        """Return whether every rank reads the whole global batch (full_batch), which MindFormers may turn on even if
+        the recipe does not set it.
         """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
@@ -149,7 +151,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the data loader packs several conversations into a sample, for which the trainer turns on the
+        """Return whether the data loader packs several conversations into a sample. If so, the trainer turns on the
         attention mask.
         """
         handlers = self.get((*LOADER, "handler"))

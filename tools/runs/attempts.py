@@ -141,8 +141,8 @@ def recipe_file(run_dir: Path, plan: Plan) -> Path:
 
 
 def file_of(folder: Path, start: str, host: str) -> Path:
-    """Return the path of a host's file in an attempt's folder. The file name begins with `start` (the kind of file, a
-    heartbeat or the record of an end); characters of the host's name that a file name must not have are escaped.
+    """Return the path of a host's file in an attempt's folder. The file name begins with `start`, the kind of file (a
+    heartbeat or the record of an end). Characters of the host's name that are not allowed in file names are escaped.
     """
     return folder / f"{start}{quote(host, safe='')}.json"
 

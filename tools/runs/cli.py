@@ -93,7 +93,9 @@ def json_line(status: Status) -> str:
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """Return the status of a run as pairs (name, value in words); values that the run does not have are left out."""
+    """Return the status of a run as pairs (name, value), with both as text. Values that the run does not have are left
+    out.
+    """
     total = f" of {status.total_steps:,}" if status.total_steps else ""
     known = (
         share(status.goodput)
@@ -223,8 +225,8 @@ class Scalars:
         self._write(record, values)
 
     def add_routers(self, record: dict[str, Any]) -> None:
-        """Write one step of metrics/routers.jsonl (measurements of the routers) as scalars for TensorBoard; each scalar
-        is the value of the worst layer.
+        """Write the measurements of the routers in one step (from metrics/routers.jsonl) as scalars for TensorBoard.
+        Each scalar is the value of the worst layer.
         """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}

@@ -161,8 +161,8 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def untold(run: Run) -> list[int]:
-    """Return the numbers of the attempts before the newest one for which there is no record of how they ended, such as
-    after a power cut.
+    """Return the numbers of earlier attempts for which no file records how they ended, for example because of a power
+    cut.
     """
     return [one.number for one in run.attempts[:-1] if one.plan and not one.ends and one.verdict is None]
 

@@ -48,7 +48,7 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class Piece:
     """A `Piece` is a span of a run's time with one kind of work, from `begin` to `end` in microseconds since 1970. If
-    the span is a series of training steps, `between` is the number of its microseconds that lie between the steps.
+    the span is a series of training steps, the field `between` holds the microseconds between the steps.
     """
 
     begin: int
@@ -209,8 +209,8 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
     now, seen = frame.begin, False
 
     def until(end: int, kind: Kind) -> None:
-        """Add a span of time with the work `kind` from the end of the last span to `end`; a span of training steps is
-        joined with a preceding span of steps.
+        """Add a span of time from the end of the last span to `end`, spent on the work `kind`. A span of training steps
+        is joined with a preceding span of training steps.
         """
         nonlocal now
         end = min(max(end, now), frame.end)

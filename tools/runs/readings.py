@@ -125,8 +125,8 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return the perplexity, which is the exponential of a loss in nats; infinity if it is too large for a float, and
-    None if the loss is None.
+    """Return the perplexity, which is the exponential of a loss in nats; return infinity if it is too large for a
+    float, and None if the loss is None.
     """
     if loss is None or math.isnan(loss):
         return None
@@ -235,7 +235,8 @@ def _parse(line: bytes) -> Any:
 @dataclass(frozen=True)
 class Slow:
     """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training): sentences about
-    slow ranks, sentences about what the probes cannot show, and the number of compared ranks (None without probes).
+    slow ranks, sentences about the limits of the probes, and the number of compared ranks (None if there are no
+    probes).
     """
 
     compared: int | None
@@ -417,7 +418,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return the content of those files of a run's folder that the reports about the run need.
+    """Read the files of a run's folder that reports about the run need, and return their content.
 
     Raises:
         DataError: as in `check_folder`.

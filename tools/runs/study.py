@@ -1,4 +1,4 @@
-"""This module computes, as data, everything that `tc3 runs report` prints about one run."""
+"""This module computes all values that `tc3 runs report` prints about one run."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """A `Saving` compares the interval between checkpoint saves that a run used with the best interval, in seconds of
-    training, and holds the share of the time that each of the two intervals costs.
+    """A `Saving` holds the interval between checkpoint saves that a run used and the best interval, in seconds of
+    training. It also holds the share of the time that each of these intervals costs.
     """
 
     cost: float
@@ -237,8 +237,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Study:
-    """A `Study` holds everything that the report prints about one run; `ledger` divides the run's time by kind of work,
-    or is a sentence if this is not possible.
+    """A `Study` holds all values that `tc3 runs report` prints about one run. The field `ledger` divides the run's time
+    by kind of work; if this is not possible, it is a sentence that says why.
     """
 
     run: Run

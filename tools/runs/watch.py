@@ -58,7 +58,7 @@ class _Part:
         self.some: list[float] = []  # seconds of the first `USUAL_OF` others
 
     def add(self, record: dict[str, Any], cut: int) -> None:
-        """Add the record of a step; a step after step number `cut` does not count, because a later attempt repeats
+        """Add the record of a step. A step after step number `cut` does not count, because a later attempt repeats
         it.
         """
         seconds, stands = _number(record, "seconds"), record["step"] <= cut
@@ -191,13 +191,14 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds,
-    `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new record. The
-    held-out losses come from the last evaluation. The field `not_finite` names the loss and the global norm if they are
-    NaN or infinite in the newest step, except for the norm of a step that the loss scale skipped. The field
-    `fullest_expert` is the number of tokens of the fullest expert divided by the mean of its layer; `idle_experts` is
-    the number of experts, of all layers, that got no token in the newest step. If the batch grows (plugins/batch_ramp),
-    `step_samples` is the number of samples of the newest step, and `stage_end` is the last step with this number.
+    """A `Status` describes the state of a run at one moment; unknown values are None. All times of a `Status` are in
+    seconds, `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new
+    record. The held-out losses in a `Status` come from the last evaluation. The field `not_finite` names the loss or
+    the global norm if it is NaN or infinite in the newest step. The norm does not count if the step was skipped because
+    of the loss scale. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean over
+    the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no token
+    in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in the
+    newest step, and `stage_end` is the last step with the same number.
     """
 
     run: str

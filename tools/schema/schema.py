@@ -129,12 +129,14 @@ class Schema:
 
     def line(self, rule: str) -> str:
         """Return the line of MindFormers' sources on which a rule of `tc3 check` is based, such as
-        ``mindformers/...py:123``; "" without a rule.
+        ``mindformers/...py:123``; return "" if no rule is given.
         """
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's `model_type`, or that of TeleChat3-MoE if MindFormers does not know the recipe's type."""
+        """Return the recipe's `model_type`; if MindFormers does not know this type, return the type of
+        TeleChat3-MoE.
+        """
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -356,7 +358,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """Return the JSON schema of what is allowed at one key of a recipe; `name` is the key."""
+        """Return the JSON schema of the values that are allowed at the key `name` of a recipe."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name

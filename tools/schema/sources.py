@@ -45,7 +45,9 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return those `names`, sorted, that no Python file in `files` reads as an attribute or contains as a string."""
+    """Return, sorted, the names in `names` that no Python file in `files` reads as an attribute or contains as a
+    string.
+    """
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -222,9 +224,9 @@ def _ties(config_class: Any) -> bool:
 
 
 def fixed_fields(texts: list[str]) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that a training model does not read, each with the value that the model
-    has instead. A model that builds all layers by a single call of `get_gpt_layer_local_spec` cannot mix kinds of
-    layers, and has experts, latent attention and MTP layers only if it passes their settings to this function.
+    """Return the fields of TransformerConfig that the code of a model ignores, each with the value that the model uses
+    instead. For example, a model that builds all layers by one call of `get_gpt_layer_local_spec` cannot mix dense and
+    MoE layers.
     """
     calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     given: dict[str, dict[str, ast.expr]] = {}
@@ -256,8 +258,8 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Return facts about MindFormers' TransformerConfig: its fields, the fields that no code reads, the keys whose
-    absence MindFormers does not report, and the registered models.
+    """Return facts about MindFormers' TransformerConfig: its fields, the fields that no code reads, the keys that may
+    be missing without a report by MindFormers, and the registered models.
     """
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY

@@ -57,8 +57,8 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss: the last rank of the last stage or, if the schedule ends on the first
-    stage, the first rank.
+    """Return a rank that computes the loss. This is the last rank of the last stage, or rank 0 if the schedule ends on
+    the first stage.
     """
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
@@ -103,8 +103,8 @@ def check_recompute(view: View, total: int, found: Findings) -> None:
 
 
 def excludes(value: Any) -> bool:
-    """Return whether the value of a key such as `select_recompute_exclude` keeps operators of at least one layer out of
-    recomputation.
+    """Return whether the value of a key such as `select_recompute_exclude` excludes operators of at least one layer
+    from recomputation.
     """
     if isinstance(value, dict):
         return any(map(_of_layers, value.values()))
@@ -140,8 +140,8 @@ def _same_operators(pattern: str, other: str) -> bool:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host. If activations are swapped, the recompute keys name layers by
-    number instead of counting them.
+    """Return whether activations are swapped to the host. If activations are swapped, the values of the recompute keys
+    are lists of layer numbers instead of numbers of layers.
 
     The key `swap` of model_config turns swapping on. MindFormers 1.9.0 reads and checks the section `swap_config`, but
     does not pass it to any model: `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs show

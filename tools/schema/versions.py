@@ -43,8 +43,8 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return a dictionary distribution -> installed version, for the distributions whose installed version is not the
-    verified one.
+    """Return the distributions (packages) whose installed version is not the verified version, as a dictionary
+    distribution -> installed version.
     """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
@@ -68,7 +68,7 @@ def unverified_words() -> list[str]:
 
 
 def require_verified() -> None:
-    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. With
+    """Raise an error if the installed version of MindSpore or MindFormers is not the verified version. If the user gave
     `--unverified`, print a warning instead.
 
     A package that is not installed is not an error of this function: the code that needs the package reports that it is

@@ -59,7 +59,7 @@ class Effort(click.ParamType):
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number of units of work that the text of the option names.
+        """Convert the option's text (such as `normal`) to a number of units of work.
 
         Raises:
             click.BadParameter: the value is neither a known word nor a number in range.
@@ -89,8 +89,8 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units of work; if none were requested, return the default, but at most as many units as take
-    about `seconds` seconds.
+    """Return the requested units of work. If none were requested, return the default, but not more units than can be
+    done in about `seconds` seconds.
     """
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
@@ -125,8 +125,8 @@ class RecipeOrCommand(click.Group):
         return "", self.of_recipe, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, but pass options that the group does not have on to the command for
-        recipes.
+        """Parse the arguments of the command group. Options that the group does not have are passed on to the command
+        for recipes.
         """
         if not args:
             raise click.UsageError(
@@ -174,8 +174,8 @@ class SpaceProgress(Progressing):
 
 
 class PlanProgress(Progressing):
-    """A `PlanProgress` shows the progress of the pipeline optimiser: the step time of the best plan, and how far this
-    time is above the lower bound.
+    """A `PlanProgress` shows the progress of the pipeline optimiser: the step time of the best plan, and the distance
+    of this time from the lower bound.
     """
 
     def __init__(self, budget: Budget):

@@ -108,7 +108,7 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether a recipe with `plugins.hierarchical_ep` can keep it: EP groups must have several ranks, and must
+    """Return whether a recipe can keep `plugins.hierarchical_ep`. For this, EP groups must have several ranks, and must
     cover whole nodes or divide a node evenly.
     """
     aligned = config.ep % node == 0 or node % config.ep == 0
@@ -116,9 +116,9 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys of a recipe that must change so that `config` runs on the cluster `site`, such as the number of
-    devices of a node for dispatchers that depend on it. If the size of the memory pool equals the old memory limit, it
-    changes together with the limit.
+    """Return the recipe keys (with new values) that must change so that `config` runs on the cluster `site`, such as
+    the number of devices of a node. If the size of the memory pool equals the old memory limit, both values change
+    together.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -232,8 +232,8 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on the cluster `site`, by default on the recipe's own cluster. The
-    function raises the errors of `overlay`.
+    """Return a copy of `recipe` that runs `config` on the cluster `site`, which is the recipe's own cluster by default.
+    The function raises the same errors as `overlay`.
     """
     view = View(recipe)
     require_layouts(recipe, config.devices)
@@ -350,9 +350,9 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def left_off(recipe: Recipe, config: Configuration) -> list[str]:
-    """Return a list with one line of text if a child recipe for `config` does not move experts only because `recipe`
-    has no expert parallelism; otherwise return an empty list. An earlier search may have switched off the moving of
-    experts when it wrote `recipe`, and the setting before that is unknown.
+    """Return a line of text (in a list) if a child recipe for `config` will not move experts because `recipe` has no
+    expert parallelism; otherwise return an empty list. An earlier search that wrote `recipe` may have switched off
+    moving experts; the setting in the original recipe is then unknown.
     """
     view = View(recipe)
     balance, _ = Settings.look(view.get(_MOVES))

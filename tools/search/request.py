@@ -166,7 +166,7 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the cluster as a `Site`, the form that functions which write child recipes need."""
+        """Return the cluster as a `Site`, which is the form that the functions for writing child recipes need."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
@@ -226,8 +226,8 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """Return the request; with `groups`, the layers of its strategies may also recompute groups of operators (such as
-    attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
+    """Return the request with additional choices. If `groups` is True, layers may also recompute groups of operators
+    (such as attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
 
     Raises:
         RecipeError: the activation bytes of groups are unknown, the recipe lists layers by number, or the link to the
@@ -252,8 +252,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return the name by which recipes refer to a cluster: that of a hardware file of this repository, or the absolute
-    path of another file.
+    """Return the name by which recipes refer to a cluster. This is the name of a hardware file of this repository, or
+    the absolute path of another file.
     """
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

@@ -119,8 +119,8 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return an entry for every weight of a model, in the order of the forward pass. Of all weights in the table, only
-    the routers' biases are not trained.
+    """Return an entry for every weight of a model, in the order of the forward pass. All weights in the result are
+    trained, except for the routers' biases.
     """
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]

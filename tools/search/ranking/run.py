@@ -118,8 +118,8 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return as text the parts of the step (such as the bubble) in which the predicted times of two layouts differ the
-    most: first the parts in which the first layout is faster, then those in which it is slower.
+    """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
+    the first layout is faster come first, and then parts in which it is slower.
     """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
@@ -205,8 +205,8 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout that passed a dry run; if there is none, return the fastest layout under the
-        requested loads.
+        """Return the fastest layout that passed a dry run. If no layout passed one, return the fastest layout under the
+        requested expert loads.
         """
         if self.passed:
             return self.passed[0]
@@ -243,10 +243,10 @@ def search(
 
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
-    """Search once more under the uneven loads of `--loads`: for each value of `expert_parallel`, every layer gets the
-    mean of max/mean (the fullest device's load over the mean load). The best layouts of this second search are added to
-    the answer, with their predictions at even loads. If Ctrl-C ends this second search, its layouts are left out, and
-    the search counts as interrupted.
+    """Search once more under the uneven loads of `--loads`. For each EP degree, the mean of max/mean (the fullest
+    device's load over the mean load) is assumed in every layer. The best layouts of the second search are added to the
+    results, with their predictions at even loads. If Ctrl-C ends the second search, its layouts are left out, and the
+    whole search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -270,8 +270,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add to the answer of a search a ranking of its layouts under the loads of `--loads`, together with the layouts in
-    `others` (schedule -> layout). If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
+    """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
+    add this ranking to the results. If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
     interrupted.
     """
     request = found.request

@@ -60,8 +60,8 @@ def place_all(
 
 @contextmanager
 def working(at_once: int | None) -> Iterator[Results]:
-    """Yield a function that runs jobs in several processes (or in this process, if only one may run) and yields (number
-    of the job, result) as the results arrive.
+    """Yield a function that runs jobs in several processes. The function yields (number of the job, result) as the
+    results arrive. If only one process is allowed, the jobs run in this process.
     """
     at_once = at_once or processes()
     if at_once == 1:
@@ -96,7 +96,7 @@ def screen_one(
     request: Request, candidate: Candidate, times: TimeModel, beat: float, effort: float = WHOLE_EFFORT
 ) -> Placement:
     """Return a quick placement of a candidate's layers, without the solver; at most `effort` units of work are spent on
-    the lower bound by whole layers.
+    the lower bound for undivided layers.
     """
     return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
 
