@@ -348,8 +348,8 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def memory_in_words(bundle: Bundle) -> str:
-    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict other layouts than
-    the measured layout print this sentence, because they do not use the measured terms.
+    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict another layout than
+    the measured layout do not use the measured terms, and print this sentence instead.
     """
     terms = measured_memory(bundle)
     if terms is None:

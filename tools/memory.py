@@ -72,8 +72,8 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the memory that the job may use, or that this is unknown because of the
-    memory model's known error.
+    """Return whether a predicted peak fits into the memory that the job may use; the answer may be unknown because of
+    the memory model's known error.
     """
     return fit_between(peak, peak, room.cap, room.bytes)
 
@@ -81,9 +81,9 @@ def verdict(peak: float, room: Room) -> str:
 def explain(
     recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
 ) -> list[Proposal]:
-    """Return changes to the recipe that free memory, the best changes first. Changes after which the recipe fits come
-    first, sorted by step time; then changes after which it might fit; then all others, sorted by freed memory. Pairs of
-    changes are tried only if no single change makes the recipe fit.
+    """Return changes to the recipe that free memory, the best changes first. First come changes after which the recipe
+    fits (sorted by step time), then changes after which it might fit, and then all other changes (sorted by freed
+    memory). Pairs of changes are tried only if no single change makes the recipe fit.
 
     Args:
         terms: the measured factors of the predicted memory.

@@ -391,8 +391,8 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of weight elements that one token passes through, with the embedding and without MTP. In the
-    name of a model, such as 105B-A4.7B, this number stands after the A.
+    """Return the number of weight elements that one token passes through, with the embedding and without MTP. In a
+    model's name such as 105B-A4.7B, the number after the A is the number of active parameters.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
@@ -420,7 +420,7 @@ FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_
 
 def multiplied(model: Model) -> dict[str, int]:
     """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts", "router",
-    "mtp" and "head". A model with several residual streams also has "hyper-connections".
+    "mtp" and "head". For a model with several residual streams, the result also has the key "hyper-connections".
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """

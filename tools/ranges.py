@@ -32,8 +32,8 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Return what is wrong with `value`, as the second part of a sentence after the value's name. Return None if
-        the value is in the range.
+        """Return what is wrong with `value`, as a text that follows the value's name in an error message. Return None
+        if the value is in the range.
         """
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"

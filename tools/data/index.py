@@ -301,8 +301,8 @@ _SPLITS = 3  # of a corpus: for training, validation and test
 
 
 def training_share(split: str) -> float:
-    """Return the fraction of a corpus's documents that the recipe's key `split` assigns to training. MindFormers trains
-    on the first documents of the corpus, and normalises the numbers of `split` in the same way.
+    """Return the fraction of a corpus's documents that the recipe's key `split` assigns to training. The numbers of
+    `split` are normalised as in MindFormers, which trains on the first documents of the corpus.
 
     Raises:
         DataError: `split` does not begin with a number above 0, or has more numbers than MindFormers takes. The message

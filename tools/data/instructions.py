@@ -294,7 +294,7 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Load the tokenizer that a folder holds with the `tokenizers` library, and return it. Return None if the folder
+    """Load the tokenizer in a folder with the `tokenizers` library, and return the tokenizer. Return None if the folder
     has no tokenizer.json.
 
     Raises:

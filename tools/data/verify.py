@@ -27,7 +27,7 @@ _BATCH_CHARACTERS = 1 << 18
 @dataclass
 class Verification:
     """A `Verification` is the outcome of a check of a .bin/.idx pair. The list `findings` holds the errors that were
-    found (about 10 at most).
+    found in the files (about 10 at most).
 
     compared: the number of documents whose content was compared with the source. method: how contents were compared:
     "text" (the decoded ids against the text of the source), "ids" (the source was encoded again and the ids were

@@ -225,8 +225,8 @@ class _Sessions:
         return process in self._late
 
     def end_late_ones(self) -> None:
-        """End the processes that have exceeded their time limit; the threads that read the output of these processes
-        then see its end.
+        """End the processes that have exceeded their time limit, so that the threads that read their output can
+        finish.
         """
         with self._lock:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late

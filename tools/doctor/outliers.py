@@ -180,7 +180,7 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
     """Return for each worker, link or disk the fraction by which it must be slower than the median to count as slow.
-    This fraction is larger if the compared workers waited longer for a core.
+    The fraction to count as slow is larger if the compared workers waited longer for a core.
     """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {

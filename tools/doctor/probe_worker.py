@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Call `work` again and again for `seconds`, and return the amount of work done per second. The function `work`
-    returns the amount of work of one call.
+    """Call the function `work` again and again for `seconds` seconds, and return the amount of work done per second.
+    The function `work` returns the amount of work of one call.
 
     The rate leaves out the time in which other processes used the cores, because this time does not depend on this
     worker's hardware. The rate includes the time in which a CPU limit stopped the worker. The kernel counts both times

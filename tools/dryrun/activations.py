@@ -52,8 +52,8 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return the layer of each operator of a forward pass, read from its module path. An operator without a layer in
-    its module path belongs to the layer of the operator before it.
+    """Return the layer of each operator of a forward pass, read from the operator's module path. An operator without a
+    layer in its module path belongs to the layer of the operator before it.
     """
     found, current = [], _FIRST
     for node in nodes:
@@ -77,8 +77,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the part of the model (such as a layer) to which the memory of a kept tensor is assigned. This is the part
-    that computes the tensor (`own`), or a later part if only that part reads the tensor.
+    """Return the part of the model (such as a layer) to which the memory of a kept tensor is assigned. The memory is
+    assigned to the part that computes the tensor (`own`), or to a later part if only that part reads the tensor.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -120,8 +120,9 @@ def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], seen: tuple[list[Moment], list[Moment]]
 ) -> dict[str, dict[str, int]]:
     """Return the memory of each part of the model (such as a layer): the bytes kept for its backward pass ("saved"),
-    and the peak bytes during its "forward" and "backward" passes. The forward peak does not include the bytes at the
-    start of the pass. The argument `seen` holds a `Moment` for each operator of the forward and the backward pass.
+    and the peak bytes during its "forward" and "backward" passes. The peak of the "forward" pass does not include the
+    bytes at the start of the pass. The argument `seen` holds a `Moment` for each operator of the forward and the
+    backward pass.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     segments = forward_segments(forward), backward_segments(backward)
@@ -149,8 +150,9 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes "saved", "forward" and "backward" of a pipeline chunk that consists of the given layers and
-    other parts, in the order of the forward pass. In a forward pass, the kept tensors of all layers add up. A backward
-    pass frees the kept tensors layer by layer, so the peak of the pass is the largest peak of any layer.
+    other parts, in the order of the forward pass. In a forward pass, the tensors that the layers keep for the backward
+    pass add up. A backward pass frees the kept tensors layer by layer, so the peak of the pass is the largest peak of
+    any layer.
     """
     most = alive = 0
     for part in parts:
@@ -166,7 +168,8 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """Return for each pipeline chunk the bytes "saved" for the backward pass of a micro-batch, and the peak memory in
-    bytes during the "forward" and the "backward" pass. For a dimension that depends on routing, `rows` is assumed.
+    bytes during the "forward" and the "backward" pass. A tensor dimension that depends on routing is assumed to have
+    the size `rows`.
 
     The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
     holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
@@ -283,8 +286,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of tensors that are computed from the weight once in a step, and that all
-    micro-batches use. An example is the copy of a weight in compute precision, gathered from the optimizer's shards,
-    which stays in memory for the whole step.
+    micro-batches use. Such a tensor is, for example, the copy of a weight in compute precision that stays in memory for
+    the whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
@@ -339,7 +342,9 @@ def output_bytes(node: Node, rows: int) -> int:
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Return the bytes of a tensor; for a dimension of -1, whose size depends on routing, `rows` is assumed."""
+    """Return the bytes of a tensor; a dimension of -1, whose size depends on routing, is assumed to have the size
+    `rows`.
+    """
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

@@ -173,8 +173,8 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each communication group that MindSpore's C++ code created. In the graph's text, only some
-    collectives of a group state its ranks. The name of such a group is a hash of its ranks, which shows whether the
-    stated ranks are right.
+    collectives of a group state the ranks of the group. MindSpore names a group that it created by a hash of the
+    group's ranks, which shows whether the stated ranks are right.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
@@ -199,8 +199,8 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """Return for each pipeline chunk the FLOPs of a micro-batch: "forward", "recompute" and "gradient". For a dimension
-    that depends on routing, `rows` is assumed.
+    """Return for each pipeline chunk the FLOPs of a micro-batch: "forward", "recompute" and "gradient". A tensor
+    dimension that depends on routing is assumed to have the size `rows`.
     """
     found = []
     for names in chunks_of(graph):

@@ -63,8 +63,8 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Run all compiles of a dry run's plan, and return their results in order. Results that are in the cache are not
-    compiled again. If `texts` is True, also store the text of each final graph (see `text_of`).
+    """Run all compiles of a dry run's plan, and return their results in order. A compile whose result is in the cache
+    is not run again. If `texts` is True, also store the text of each final graph (see `text_of`).
     """
     known = {
         place: {**found, "cached": True}

@@ -34,8 +34,8 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return the operator, ranks, type and tag of a collective. They must be equal in the collective that the
-        compile reported and in the collective that the rank executed.
+        """Return the operator, ranks, type and tag of a collective, which must be the same in the compile's report and
+        in the run.
         """
         return self.op, self.ranks, self.dtype, self.tag
 
@@ -54,8 +54,8 @@ class _Call:
 @dataclass(frozen=True)
 class Comparison:
     """A `Comparison` holds one line for each difference between the reported and the executed collectives. The field
-    `calls` lists missing and additional collectives. If there are none, `order` lists dependent collectives and
-    pipeline messages in a wrong order.
+    `calls` lists missing and additional collectives. If no collective is missing or additional, the field `order` lists
+    dependent collectives and pipeline messages in a wrong order.
     """
 
     calls: list[str]
@@ -71,8 +71,8 @@ def calls_file(run_dir: str | Path, rank: int) -> Path:
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line for each communication group in which MindSpore used a wrong index for the rank. With a wrong
-    index, the rank slices weights wrongly.
+    """Return a line for each communication group in which MindSpore used a wrong index for the rank. With a wrong index
+    in the group, the rank slices weights wrongly.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [

@@ -82,9 +82,9 @@ def judge_gradients(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
     """Judge for each weight that the optimizer of `rank` updates whether its gradient is summed rightly. The result for
-    a weight has the keys "verdict", "why", "copies", "scales" and "norm". For a copy of another stage's weight, it has
-    the keys "copy_of" (a rank of that stage), "summed" and "norm". The value of "scales" is judged by
-    `tools.dryrun.scale.judge_scale`.
+    a weight has the keys "verdict", "why", "copies", "scales" and "norm". The result for a copy of another stage's
+    weight has the keys "copy_of" (a rank of that stage), "summed" and "norm". The value of the key "scales" is judged
+    by `tools.dryrun.scale.judge_scale`.
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. The optimizer's update of the copy is
@@ -150,7 +150,8 @@ def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
     """Return, for each weight, the last operator that sums the weight's gradient over ranks, or the operator that
-    computes the gradient if it is not summed. Each path to the optimizer gives one (subgraph, operator).
+    computes the gradient if it is not summed. Each of the gradient's paths to the optimizer gives one pair (subgraph,
+    operator).
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED
@@ -241,7 +242,7 @@ class _Walk:
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
         """Return how the squares of a weight's gradient enter the global gradient norm. For each sum of squares, the
-        result holds the "divisor", and the "ranks" of each AllReduce that adds the sum over ranks.
+        result holds a "divisor", and the "ranks" of each AllReduce of the sum.
         """
         found = []
         for graph, number in self.squares(name):
@@ -264,7 +265,7 @@ class _Walk:
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
         """Return the global ranks to which this rank sends the parameter `name` outside of the forward and backward
-        passes. Each rank comes with the operators between the parameter and the Send.
+        passes. For each receiving rank, the result holds the operators between the parameter and the Send.
         """
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
@@ -308,8 +309,8 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph. The paths continue from the arguments with
-        which the subgraph is called.
+        """Return the gradient's paths that end in a parameter of a subgraph. The gradient's paths continue from the
+        arguments with which the subgraph is called.
         """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
@@ -403,8 +404,8 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through an addition or a multiplication. Only arguments with as many elements as
-        the result are followed.
+        """Return the gradient's paths through an addition or a multiplication. The paths go only through arguments with
+        as many elements as the result.
         """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
@@ -491,8 +492,8 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
     """Return the ranks whose gradients are in the sum that `rank` holds after AllReduces over the given groups. A rank
-    whose gradient was added twice occurs twice. The function assumes that the groups of the other ranks have the same
-    form, as on a mesh of devices.
+    whose gradient was added twice occurs twice in the result. The function assumes that the groups of the other ranks
+    have the same form, as on a mesh of devices.
     """
     reached = [rank]
     for ranks in groups:

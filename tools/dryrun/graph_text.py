@@ -93,7 +93,7 @@ class GraphText:
 
 def read_graph(file: Path) -> GraphText:
     """Parse MindSpore's final graph from its text, which may be compressed. The functions `virtual_cluster.final_graph`
-    and `compiles.text_of` return the path of such a text.
+    and `compiles.text_of` return the path of a graph's text.
 
     Raises:
         ClusterError: the file cannot be read, or is not the text of a graph.
@@ -240,7 +240,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the forward and backward subgraph of each model chunk, in the order of the first forward passes."""
+    """Return the forward and backward subgraph of each model chunk, in the order of their first forward passes."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:

@@ -154,7 +154,7 @@ class Memory:
 def update_of(held: Iterable[Held], sharded: bool) -> int:
     """Return the bytes that gradient clipping and the optimizer need in addition to weights, optimizer state and
     accumulated gradients; return 0 if gradients are not accumulated. If the optimizer is not `sharded`, MindFormers
-    divides gradients in fp32, which needs more memory.
+    divides gradients in fp32, which needs more memory than division in their own type.
     """
     items = list(held)
     sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
@@ -189,7 +189,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
     """Return whether a stage's memory fits the limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The real total
-    may differ from the predicted total by the fraction `error`, but is never below the bytes that are known exactly.
+    memory may differ from the predicted total by the fraction `error`, but is never below the bytes that are known
+    exactly.
     """
     if not limit:
         return NO_LIMIT
@@ -215,8 +216,8 @@ def under_loads(
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the memory that HCCL needs on a device beside `context.max_device_memory`: the number of "communicators"
-    and the "bytes" of their buffers of default size. The number is the largest one of all compiled ranks, without the
-    communicators for Sends and Receives.
+    and the "bytes" of their buffers of default size. The number of communicators is the largest number of any compiled
+    rank, without the communicators for Sends and Receives.
     """
     graphs = [result.get("graph", {}) for result in results]
     every = [
@@ -306,7 +307,7 @@ def is_update(memory: Mapping[str, int]) -> bool:
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
     """Return the bytes of one part of the memory (such as kept activations) at the peak of a step. The result is 0 if
-    the part does not exist at the peak.
+    this part of the memory does not exist at the peak.
     """
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 

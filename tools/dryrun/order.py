@@ -140,7 +140,7 @@ def _name(members: tuple[int, ...]) -> str:
 class Links:
     """A `Links` holds the result of comparing the Sends and Receives between pairs of stages. A pair was compared
     directly (`exact`), by other stages with the same layers (`alike`), or not at all (`unknown`). The field `problems`
-    has a line for each Send or Receive without a match.
+    has a line for each Send or Receive that has no match on the other stage.
     """
 
     exact: list[tuple[int, int]]
@@ -169,7 +169,8 @@ class _Rank:
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
         """Return one line of text for each Send (or each Receive, as `op` says) between this stage and the stage at the
-        given `distance`. The lines of two stages can be compared with each other.
+        given `distance`. The lines for the Sends of one stage can be compared with the lines for the Receives of the
+        other stage.
         """
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 

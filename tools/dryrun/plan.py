@@ -27,7 +27,8 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 @dataclass(frozen=True)
 class Job:
     """A `Job` describes one compile, which runs in a separate process: the recipe to compile, a global rank, and the
-    rank's pipeline stage. The recipe has already the number of micro-batches and layers to compile.
+    rank's pipeline stage. The recipe of a `Job` already has the number of micro-batches and layers that are to be
+    compiled.
     """
 
     recipe: Recipe
@@ -205,9 +206,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Return the recipe without the keys that name files of the host. The removed keys name the folder for graph dumps
-    and a settings file for Ascend hosts. The dry run sets the folder itself, and MindFormers' public recipes do not
-    ship the settings file.
+    """Return the recipe without the keys that name files of the host. The keys that are removed name the folder for
+    graph dumps and a settings file for Ascend hosts. The dry run sets its own folder for graph dumps, and the settings
+    file does not exist in MindFormers' public recipes.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

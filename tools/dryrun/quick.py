@@ -34,8 +34,8 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is a key of the recipe whose value differs between layers, with the layers for which it is on. The
-    field `numbered` says whether the recipe lists layer numbers (with swapping) instead of a number of layers.
+    """A `Setting` is a key of the recipe whose value differs between layers, with the layers for which the setting is
+    on. The field `numbered` says whether the recipe lists layer numbers (with swapping) instead of a number of layers.
     """
 
     path: tuple[str | int, ...]
@@ -113,9 +113,9 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
-    stage dense layers come first. A setting (such as recomputation) that is off for one layer is off for all later
-    layers of the stage. If the recipe names layers by number (`numbered`), a stage can hold every combination of
-    settings.
+    stage of the result, dense layers come before MoE layers. A setting (such as recomputation) that is off for one
+    layer is off for all later layers of the stage. If the recipe names layers by number (`numbered`), a stage can hold
+    every combination of settings.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -160,7 +160,7 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 class Small(NamedTuple):
     """A `Small` describes the small model that a quick dry run compiles instead of the real model: its recipe, the
-    kinds of layers in each of its stages, and the kinds of the real model's layers [stage][chunk][layer].
+    kinds of layers in each stage, and the kinds of the real model's layers [stage][chunk][layer].
     """
 
     groups: list[list[Kind]]

@@ -114,7 +114,7 @@ def of_the_host(error: Exception) -> bool:
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
     """Return for each parameter its kind, its type, and whether the optimizer updates the parameter. This function may
-    be called before or after the compile, which changes none of these values.
+    be called before or after the compile, which changes neither kinds nor types.
     """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)

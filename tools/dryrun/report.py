@@ -200,7 +200,7 @@ def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int)
 def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a summary of the weights' gradients on all compiled ranks. The key "weights" is the number of weights, and
     "right" counts the weights whose gradient is summed over exactly the ranks that hold a copy. The keys "wrong" and
-    "unknown" hold a sentence for each other weight.
+    "unknown" hold a sentence for each weight whose gradient is not right.
     """
     right = 0
     wrong: list[str] = []
@@ -248,9 +248,10 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
     """Return the reason why the global gradient norm does not count each element of a weight exactly once; return "" if
-    it does. Every rank adds the squares of the gradient elements that it holds. The squares of elements that several
-    ranks hold must therefore be divided by the number of these ranks. This number is `found["copies"]` divided by the
-    number of the optimizer's shards. The argument `devices` is the number of all ranks of the recipe.
+    it does. Every rank adds the squares of the gradient elements that it holds. If several ranks hold an element, its
+    square must therefore be divided by the number of these ranks. The number of ranks that hold an element is
+    `found["copies"]` divided by the number of the optimizer's shards. The argument `devices` is the number of all ranks
+    of the recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -272,8 +273,8 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
     """Return a summary of the factors of the weights' gradients. The key "weights" is the number of weights, and
     "right" counts the weights whose gradient is the mean over the micro-batches of a step, without the loss scale. The
-    keys "wrong" and "unknown" hold a sentence for each other weight. The argument `devices` is the number of devices of
-    one pipeline stage.
+    keys "wrong" and "unknown" hold a sentence for each weight whose factor is not right. The argument `devices` is the
+    number of devices of one pipeline stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0

@@ -107,8 +107,8 @@ class Numbers:
 
     def seeds(self) -> list[Scale]:
         """Return the values (such as the loss scale) with which the backward passes of a stage start. In a pipeline
-        there is one value for each micro-batch and loss, and without a pipeline one value for each loss. A stage that
-        computes no loss has no values.
+        there is one start value for each micro-batch and loss; without a pipeline, there is one start value for each
+        loss. For a stage that computes no loss, the result is empty.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}

@@ -34,7 +34,7 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 class VirtualCluster(Ranks):
     """A `VirtualCluster` describes a cluster of `devices` devices that do not exist. This process compiles as one rank
-    of the cluster.
+    of the virtual cluster.
     """
 
     def target_ascend(self) -> None:

@@ -43,8 +43,8 @@ DEFAULT_SKEW = 1.0
 
 class Cut(NamedTuple):
     """A `Cut` describes how `plugins.ep_overlap` cuts a micro-batch into chunks. The field `chunks` holds the numbers
-    of parts of the batch and of a sequence, and `stride` determines the order of the chunks. None means the fastest
-    choice.
+    of parts of the batch and of a sequence, and `stride` determines the order of the chunks. If `chunks` or `stride` is
+    None, the fastest choice is used.
     """
 
     chunks: tuple[int, int] | None = None
@@ -426,8 +426,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer shards a weight. This number is 1 if `shard_size` does not
-    divide the number of ranks that hold the same part of the weight, because MindSpore then shards nothing.
+    """Return the number of ranks over which the optimizer shards a weight. The result is 1 if `shard_size` does not
+    divide the number of ranks that hold the same part of the weight, because MindSpore shards nothing in this case.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1

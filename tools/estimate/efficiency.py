@@ -1,5 +1,5 @@
 """This module holds the efficiencies of each device type: the shares of nominal FLOP/s and bandwidths that the device
-reaches. The module computes the seconds of single operators and collectives from these efficiencies.
+reaches. The module computes the seconds of single operators and collectives from the efficiencies of a device.
 
 efficiencies.yaml has one set of parameters for each device type. With these parameters, a roofline model gives the
 seconds of an operator or collective:
@@ -211,9 +211,9 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states. If the file states none, return the efficiencies of the
-    device type. If the efficiencies were fitted to another version of the time model, a warning is printed unless
-    `any_version` is True.
+    """Return the efficiencies that a cluster's file states. If the cluster's file states no efficiencies, return the
+    efficiencies of the device type. If the efficiencies were fitted to another version of the time model, a warning is
+    printed unless `any_version` is True.
 
     Raises:
         RecipeError: they are not known, or the cluster's file states only some of them.

@@ -1,5 +1,5 @@
 """This module converts a MindFormers recipe to a `Configuration`, which describes the training run for the estimator.
-It also reads and writes the recipe's recompute keys.
+The module also reads and writes the recipe's recompute keys.
 
 `recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A count in a table
 [chunks][stages] selects that many layers from the first layer of the chunk on. If activations are swapped
@@ -252,8 +252,8 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return how many layers of each chunk and stage a recipe recomputes, for each recompute option. A list of zeros
-    means the same as False.
+    """Return how many layers of each chunk and stage a recipe recomputes, for each recompute option. In a recompute
+    key, a list of zeros means the same as False.
     """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
@@ -275,10 +275,10 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers in each [chunk][stage] in which a value of `select_recompute` saves memory. Only
-    recomputing norms saves memory. A flag or a number of layers selects MindFormers' default operators: the
-    multiplication and the activation function of an MLP. According to `tc3 dryrun`, recomputing these default operators
-    saves no memory; with a fused SwiGLU they do not exist.
+    """Return the number of layers in each [chunk][stage] in which a value of `select_recompute` saves memory. Selective
+    recomputation saves memory only if it recomputes norms. A flag or a number of layers selects MindFormers' default
+    operators: the multiplication and the activation function of an MLP. According to `tc3 dryrun`, recomputing
+    MindFormers' default operators saves no memory; with a fused SwiGLU these operators do not exist.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -286,10 +286,10 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators (such as attention) that a value of `select_recompute` recomputes completely. Each
-    group comes with the numbers of layers [chunks][stages] in which it is recomputed. A group counts only if all
-    operator patterns of the group are present in the same spelling, because recomputing a part of the group may free no
-    memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
+    """Return the groups of operators (such as attention) that a value of `select_recompute` recomputes completely. For
+    each group, the result holds the numbers of layers [chunks][stages] in which the group is recomputed. A group counts
+    only if all operator patterns of the group are present in the same spelling, because recomputing a part of the group
+    may free no memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -435,9 +435,9 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`.
-    This is the present value `now` if it already has this effect. Unless `kept` is True, the layers in `now` are
-    ignored, because they belong to another pipeline layout.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`. If
+    the present value `now` already has this effect, it is returned unchanged. Unless `kept` is True, the layers in
+    `now` are ignored, because they belong to another pipeline layout.
     """
 
     def read(value: Any, layers: Table) -> Table | None:

@@ -1,5 +1,5 @@
-"""This module lists the collectives of a run with their predicted times. For each parallel group (tp, cp, ep, dp, pp)
-it gives the operator, the ranks, and the bytes and the predicted seconds of the largest call.
+"""This module lists the collectives of a run with their predicted times. For each parallel group (tp, cp, ep, dp, pp),
+the module finds the operator, the ranks, and the bytes and the predicted seconds of the largest call.
 
 This module contains no formulas. A `Noted` is the estimator's `TimeModel`, and also records each call of the functions
 that predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).

@@ -165,8 +165,9 @@ def turned_bytes(config: Configuration) -> float:
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
-    """Return the bytes of HBM traffic for casts of activations in the forward pass. The backward pass has twice as
-    many. Casts of weights are not included, because the optimizer casts the weights once in a step.
+    """Return the bytes of HBM traffic for casts of activations in the forward pass. The casts of the backward pass have
+    twice as many bytes as the casts of the forward pass. Casts of weights are not included, because the optimizer casts
+    the weights once in a step.
     """
     each = _CAST_BYTES.get(config.dtype, 0)
     # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
@@ -175,8 +176,9 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes of HBM traffic for adding one micro-batch's gradient of a matmul's weights to the accumulated
-    gradient, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed. It is
-    also 0 for MindFormers, because the fitted efficiencies of other operators include this time.
+    gradient, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed. The
+    result is also 0 for MindFormers, because the fitted efficiencies of other operators include the time of this
+    addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -203,8 +205,8 @@ def score_passes(config: Configuration) -> float:
 
 def pairs(config: Configuration, causal: bool = True) -> float:
     """Return the number of query-key pairs that one attention head computes for a device's micro-batch. If every second
-    layer has an attention window, this is the average over layers. Pairs of tokens in different documents are masked,
-    and a causal kernel spends no time on them (`attended`).
+    layer has an attention window, the result is the average over all layers. Pairs of tokens in different documents are
+    masked, and a causal kernel spends no time on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence

@@ -76,7 +76,7 @@ class ExpertTimes(DeviceTimes):
 
     def dispatched(self, config: Configuration) -> Configuration:
         """Return the run's configuration with the dispatch mode that applies on this cluster. If an EP group lies
-        inside one node, this is the global All-to-All, because all modes are the same there.
+        inside one node, the mode is the global All-to-All, because all dispatch modes are the same inside a node.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
@@ -224,7 +224,7 @@ def _steps(
 @dataclass(frozen=True)
 class Parts:
     """A `Parts` holds the seconds that a device spends on one layer for one micro-batch, by part (such as matmul or
-    attention). Communication counts only while the device waits for it.
+    attention). Time for communication counts only while the device waits for the communication.
 
     The field `cut` holds the seconds that the chunks of `plugins.ep_overlap` add to the time of the experts.
     """

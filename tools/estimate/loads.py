@@ -67,8 +67,8 @@ class Counted(NamedTuple):
 class Loads:
     """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The loads of the
     decoder's MoE layers come first, followed by the loads of the MTP layers. For MTP layers without known loads, the
-    loads of the last layer are assumed. If an axis has length 1, its value holds for all micro-batches or for all
-    layers. An axis of devices of length 1 holds only the load of the fullest device.
+    loads of the last layer are assumed. If the axis of micro-batches or layers has length 1, its value holds for all
+    micro-batches or layers. If the axis of devices has length 1, it holds only the load of the fullest device.
     """
 
     shares: np.ndarray  # [steps, micro-batches, layers, devices]
@@ -427,7 +427,7 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
     """Raise DataError if a log of expert loads has another number of experts or MoE layers than the recipe's model. The
-    message begins with `place`.
+    error message begins with the text `place`.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

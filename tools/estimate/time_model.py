@@ -132,8 +132,8 @@ class GradientTimes(LayerTimes):
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
         """Return the seconds in which a stage communicates weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch. FSDP sends weights and gradients in each pass; the first number then holds the
-        seconds of all passes of a step.
+        seconds for each micro-batch. For FSDP, which sends weights and gradients in each pass, the seconds once in a
+        step include all passes of a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -339,10 +339,11 @@ class TimeModel(GradientTimes):
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds that are saved when a forward pass and a backward pass run as a pair (at the same time),
-        as an array [chunk of the forward pass, chunk of the backward pass, stage]. Time is saved only in MoE layers.
-        The function assumes that half of a layer's computation comes before the dispatch of tokens, and that the other
-        half is the computation of experts. Recomputation in a backward pass hides no communication. The argument
-        `ratios` holds for each MoE layer the load of the fullest device over the mean load.
+        as an array [chunk of the forward pass, chunk of the backward pass, stage]. Running passes as a pair saves time
+        only in MoE layers. The function assumes that half of a layer's computation comes before the dispatch of tokens,
+        and that the other half is the computation of experts. The function also assumes that recomputation in a
+        backward pass hides no communication. The argument `ratios` holds for each MoE layer the load of the fullest
+        device over the mean load.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)

@@ -176,7 +176,8 @@ def assumptions(advice: Advice) -> str:
 
 def draw(advice: Advice, path: Path) -> Path:
     """Draw the time line of one layer's forward and backward pass in the recommended mode, and return `path`. The upper
-    half of the picture shows the layer with all tokens in one chunk, and the lower half shows it with several chunks.
+    half of the picture shows the layer with all tokens in one chunk, and the lower half shows the layer with several
+    chunks.
 
     Raises:
         DataError: as in `save_figure`.

@@ -135,7 +135,8 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
 
 @dataclass(frozen=True)
 class Policy:
-    """A `Policy` is one way to place experts, with the balance that it would have achieved over the recorded steps.
+    """A `Policy` is one way to place experts, with the balance of loads that this way would have achieved over the
+    recorded steps.
 
     Args:
         every: the number of steps between two plans; 0: there are no plans. ratios: [steps, layers] the max/mean of the

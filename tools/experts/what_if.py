@@ -1,5 +1,5 @@
 """This module predicts how some changes affect the step time under uneven expert loads (`tc3 ep-report --loads`). The
-changes are moving experts, an expert capacity, another EP degree, and routing each token to few nodes.
+examined changes are moving experts, an expert capacity, another EP degree, and routing each token to few nodes.
 
 Each row is the estimator's prediction for the recipe with one change. If the effect of a change on the loads is
 unknown, the seconds of its row are None, and its note says why:
@@ -115,8 +115,8 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds in which the experts of one plan are moved, one layer after another. This is the time in
-    which the device that sends the most bytes sends them over the slowest link of the EP group.
+    """Return the mean seconds in which the experts of one plan are moved, one layer after another. The device that
+    sends the most bytes over the slowest link of the EP group determines the time.
 
     Args:
         first: [layers, E] the placement before the first step. slots: [steps, layers, E] the placement after each step.

@@ -1,4 +1,4 @@
-"""This module holds functions with which all commands read and write files. These functions write a file either
+"""This module holds functions with which all commands read and write files. The functions write each file either
 completely or not at all. The module also computes digests of files, and reads the last lines of logs.
 
 Therefore a reader never finds an incomplete report, plan or picture under its final name, also after a power cut: the
@@ -26,8 +26,8 @@ from plugins.lines import flush
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` with its symbolic links resolved as far as possible. Symbolic links that form a cycle are no error
-    here, but they are an error for `Path.resolve`.
+    """Return `path` with its symbolic links resolved as far as possible. Symbolic links that form a cycle are an error
+    for `Path.resolve`, but not for this function.
     """
     return Path(os.path.realpath(path))
 

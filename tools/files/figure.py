@@ -1,5 +1,5 @@
-"""This module draws pictures with matplotlib, without a display. If a picture is drawn again from the same data, its
-file has the same bytes.
+"""This module draws pictures with matplotlib, without a display. If a picture is drawn again from the same data, the
+new file has the same bytes as the old file.
 """
 
 from __future__ import annotations

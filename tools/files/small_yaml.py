@@ -1,5 +1,6 @@
-"""This module reads YAML files that people write, and limits the size of their content; recipes stay far below these
-limits. A file whose YAML aliases would expand to too many values is refused before the aliases are expanded.
+"""This module reads YAML files that people write, and limits the number of values and levels in these files; recipes
+stay far below these limits. A file whose YAML aliases would expand to too many values is refused before the aliases are
+expanded.
 
 A small file with aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the
 stack, and the parser needs minutes for a file of 100 MB. The composer counts the values that it has read, with aliases

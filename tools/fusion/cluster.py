@@ -169,7 +169,7 @@ class Merged:
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups of operators whose results are inputs of the given group, last in the graph first."""
+        """Return the groups of operators whose results are inputs of the given group, in reverse order of the graph."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -183,8 +183,8 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Visit groups of operators depth first, from a group to the groups that produce its inputs. From a group for
-        which `follow` returns False, go no further; visit no group twice.
+        """Visit groups of operators depth first, from a group to the groups that produce its inputs. The walk goes no
+        further from a group for which `follow` returns False, and visits no group twice.
         """
         seen: set[int] = set()
         stack = [self.find(start)]

@@ -46,7 +46,7 @@ from tools.fusion.split import kernels
 @dataclass
 class Tally:
     """A `Tally` holds the numbers of operators, kernels and bytes of one part of the model in one pass (forward,
-    recomputation or gradient). The numbers may be fractions, because they may be means over layers.
+    recomputation or gradient). The numbers in a `Tally` may be fractions, because they may be means over layers.
 
     Args:
         operators: the number of operators that DVM supports.
@@ -124,7 +124,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return the kernels that DVM makes of a subgraph, each as a list of indices of its operators. An operator that DVM
+    """Return the kernels that DVM makes of a subgraph, each as a list of operator indices. An operator that DVM
     supports but does not fuse with another operator is a kernel with one operator.
     """
     ops = [_operator(node) for node in nodes]

@@ -131,8 +131,8 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`.
-    It also holds the run's configuration and predicted step with these values.
+    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`. A
+    `Written` also holds the run's configuration and predicted step with these values.
     """
 
     config: Configuration = field(repr=False)

@@ -36,9 +36,8 @@ def anneal(
     planned: float | None = None,
 ) -> None:
     """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and offer every better plan
-    to `incumbent`. The argument `step_times` is the function that computes the step time of plans, which is a
-    simulation by default. The temperature of the annealing reaches zero after `planned` units of work; the default is
-    all units of the budget.
+    to `incumbent`. The function `step_times` computes the step time of plans; the default is a simulation. The
+    temperature of the annealing reaches zero after `planned` units of work; the default is all units of the budget.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times

@@ -1,5 +1,5 @@
-"""This module limits how long a search may run. The effort of a search is counted in units of work. A time limit is
-only a safety limit, and Ctrl-C makes the search stop early.
+"""This module limits how long a search may run. The effort of a search is counted in units of work. A search also stops
+early at a time limit, which is only for safety, or after Ctrl-C.
 
 A unit of effort takes about a second on one idle core, but it is counted as work: simulated operations, nodes of the
 solver's branch-and-bound tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow
@@ -50,7 +50,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Return the units of work that are left in this budget; 0 if the search was stopped or the deadline has
-        passed. If the deadline has passed, this is recorded in the field `cut`.
+        passed. The field `cut` records whether the deadline has passed.
         """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
@@ -107,8 +107,8 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """While the block runs, Ctrl-C or SIGTERM stops the search's `budget` instead of the process; a second Ctrl-C
-    raises KeyboardInterrupt.
+    """While the `with` block runs, Ctrl-C or SIGTERM stops the search's `budget` instead of the process; a second
+    Ctrl-C raises KeyboardInterrupt.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -38,9 +38,9 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     """Return several distributions of the layers over the stages, each as the number of layers of every stage. The
-    distributions are sorted by step time according to the pipeline's closed formula. Distributions whose step certainly
-    takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are assumed to
-    be distributed equally over the chunks.
+    distributions are sorted by the step time that a closed formula for pipelines gives. Distributions whose step
+    certainly takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are
+    assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
     stages, chunks = instance.stages, instance.chunks
@@ -168,8 +168,8 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
     """Return a plan [K, C] that obeys every rule of a pipeline-balance problem (such as the memory limit); return None
-    if no plan was found. Plans whose step certainly takes far longer than `beat` ms are not improved. The amount of
-    work depends only on the problem and on `beat`, and not on the speed of the machine.
+    if no plan was found. Plans whose step certainly takes far longer than `beat` ms are not improved. The function does
+    an amount of work that depends only on the problem and on `beat`, and not on the speed of the machine.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

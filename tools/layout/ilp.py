@@ -102,7 +102,7 @@ class PathModel:
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve the linear relaxation of the program, in which layers may be divided between chunks; it gives a lower
+        """Solve the linear relaxation of the program, in which layers may be divided between chunks, to get a lower
         bound on the step time.
         """
         return self._run(budget, self._time, whole=False)
@@ -116,8 +116,8 @@ class PathModel:
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find a plan of whole layers that exceeds the memory cap as little as possible. The answer's `value` is this
-        excess.
+        """Find a plan of whole layers that exceeds the memory cap as little as possible. The field `value` of the
+        answer is the memory above the cap.
         """
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
@@ -330,7 +330,7 @@ def work_bound(instance: Instance) -> float:
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
     """Return a lower bound on the step time of every plan, and add to `model` the chains of passes that prove the
     bound. The bound is infinite if no plan fits in memory, even with layers that are divided between stages. The
-    function stops early, with a weaker but valid bound, when `budget` is spent or when there are far more chains than
+    function stops early, with a weaker but valid bound, when `budget` is spent or when `model` has far more chains than
     chunks.
     """
     bound = work_bound(instance)
@@ -367,7 +367,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
     """Offer `plan` to `incumbent` as the best plan so far, and add the longest chain of operations of the plan's step
-    to `model`. Return whether `incumbent` kept the plan.
+    to `model`. Return whether `incumbent` kept the plan as the best plan so far.
     """
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)

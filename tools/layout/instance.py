@@ -1,5 +1,5 @@
-"""This module describes a pipeline-balance problem in the file format pp-balance/1. It reads the file, and computes the
-step time and the memory of a solution.
+"""This module describes a pipeline-balance problem in the file format pp-balance/1. The module reads the problem's
+file, and computes the step time and the memory of a solution.
 
 The layers of a model are distributed over P stages with V chunks each. Chunk (v, s) is the v-th chunk of stage s. The
 model runs through chunk 0 of all stages, then chunk 1 of all stages, and so on; in V-shaped schedules odd chunks run
@@ -37,8 +37,8 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """An `Option` is a recompute option of a layer. It holds the time that recomputation adds to the backward pass, and
-    the activation memory that each micro-batch in flight keeps.
+    """An `Option` is a recompute option of a layer. An `Option` holds the time that recomputation adds to the backward
+    pass, and the activation memory that each micro-batch in flight keeps.
 
     `working` is the memory that one pass needs while it runs: a stage needs the largest of its layers and ends once.
     """
@@ -51,8 +51,8 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """A `LayerType` describes layers that are equal: their number, the times of one micro-batch, and the memory of
-    their parameters, gradients and optimizer state.
+    """A `LayerType` describes equal layers: their number, the times of one micro-batch, and the memory of parameters,
+    gradients and optimizer state.
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
     that a stage with such layers needs once; a stage with several types needs the largest.
@@ -107,8 +107,8 @@ class Instance:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return for each chunk the forward and backward times of work outside of layers, as an array [2, C]. This work
-        is the embedding in the first chunk and the head in the last chunk.
+        """Return for each chunk the forward and backward times of work outside of layers, as an array [2, C]. Work
+        outside of layers is the embedding in the first chunk and the head in the last chunk.
         """
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
@@ -202,8 +202,8 @@ class Instance:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return the number v * P + s of each chunk, in the order in which the model runs the chunks. P is the number
-        of stages, s is the stage, and v is the chunk's number on the stage.
+        """Return the number v * P + s of each chunk, in the order in which the model runs the chunks. Here P is the
+        number of stages, s is the stage, and v is the chunk's number on the stage.
         """
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):

@@ -1,5 +1,5 @@
-"""This module assigns layers to stages and chunks, and chooses how each layer is recomputed. It searches for the
-fastest plan in which no stage exceeds the memory cap.
+"""This module assigns layers to stages and chunks, and chooses how each layer is recomputed. The module searches for
+the fastest plan in which no stage exceeds the memory cap.
 
 1. A first plan is the plan that the caller gives, or otherwise the quick placement (`fast`); if it fits, a plan with
    evenly spread layers that recompute as little as memory allows is tried, too.
@@ -124,9 +124,9 @@ def optimise(
     start: np.ndarray | None = None,
 ) -> Outcome:
     """Search for the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
-    `report` is called with every improvement. The returned plan is never slower than the plan `start` [K, C]. If
-    `start` is given, the caller has already made a quick placement and computed the bound of weighted chains, so that
-    these two steps are not repeated.
+    `report` is called whenever the search has found a better plan. The returned plan is never slower than the plan
+    `start` [K, C]. If `start` is given, the caller has already made a quick placement and computed the bound of
+    weighted chains, so that these two steps are not repeated.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

@@ -43,8 +43,8 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 @dataclass(frozen=True)
 class Stage:
     """A `Stage` holds the N patterns of one stage, one in each row. A pattern is one choice of layers and their
-    recomputation for the stage's V chunks. After the patterns come further rows, one for each number of layers n from 0
-    on. Such a row holds in each column the least value of all patterns with at least n layers.
+    recomputation for the stage's V chunks. After the rows of the patterns, there is a row for each number of layers n
+    from 0 on. The row for n holds in each column the least value of all patterns with at least n layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -57,7 +57,7 @@ class Stage:
 @dataclass(frozen=True)
 class After:
     """An `After` holds lower bounds on the time between the pipeline's last pass and the end of the step (gradients,
-    weights, optimizer). This time depends on the slowest stage.
+    weights, optimizer). The time after the last pass depends on the slowest stage.
     """
 
     least: float  # ms of any plan
@@ -72,8 +72,8 @@ def pattern_bound(
 ) -> tuple[float, np.ndarray | None]:
     """Return a lower bound in ms (limited to `goal`) on the step time of every plan, and a plan [K, C] that reaches the
     bound if one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients,
-    weights, optimizer). The bound is 0 if no bound could be computed. This is so for schedules other than 1F1B, for
-    more than two types of layers, and if the budget does not suffice for one stage.
+    weights, optimizer). The bound is 0 if none can be computed: for schedules other than 1F1B, for more than two types
+    of layers, or if the budget does not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)

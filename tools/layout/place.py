@@ -158,8 +158,8 @@ def place(
     groups: bool = False,
     start: Placement | None = None,
 ) -> Placement:
-    """Return the fastest placement that was found for the layers of `config`, with the recomputation of each layer. No
-    stage needs more than `cap_bytes` of memory.
+    """Return the fastest placement that was found for the layers of `config`, with the recomputation of each layer. In
+    the returned placement, no stage needs more than `cap_bytes` of memory.
 
     The present placement of `config` is one of the candidates. If dense and MoE layers alternate, layers stay on their
     stages, and only their recomputation is chosen (`recomputing_least`). For schedules with pairs
@@ -388,8 +388,8 @@ def _after(config: Configuration, model: TimeModel, instance: Instance, rest: fl
 
 
 class Way(NamedTuple):
-    """A `Way` says which kinds of recomputation are allowed in one of the optimiser's problems for a configuration. It
-    holds arguments of `pipeline_instance`.
+    """A `Way` says which kinds of recomputation are allowed in one of the optimiser's problems for a configuration. A
+    `Way` holds arguments of the function `pipeline_instance`.
     """
 
     full: bool
@@ -398,9 +398,9 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the arguments of the optimiser's problems that are solved for a configuration; return [] if no layer can
-    move. In the first problem no layer may be recomputed fully, and in the second problem layers may be recomputed
-    fully. In the third problem (only with MTP) the last layer and the MTP layers are recomputed fully.
+    """Return arguments of `pipeline_instance` for the optimiser's problems that are solved for a configuration; return
+    [] if no layer can move. In the first problem no layer may be recomputed fully, and in the second problem layers may
+    be recomputed fully. In the third problem (only with MTP) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
@@ -408,8 +408,8 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return the arguments of the optimiser's problems in which layers may also recompute groups of operators (such as
-    attention); return [] if no group can be recomputed.
+    """Return arguments of `pipeline_instance` for problems in which layers may also recompute groups of operators (such
+    as attention); return [] if no group can be recomputed.
     """
     if not offered(config) or not ways(config):
         return []
@@ -418,8 +418,8 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return the arguments of all problems that the optimiser solves for a configuration. If `groups` is True, they
-    include problems in which layers may recompute groups of operators (such as attention).
+    """Return arguments of `pipeline_instance` for all problems that the optimiser solves for a configuration. If
+    `groups` is True, the problems include those in which layers may recompute groups of operators (such as attention).
     """
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 

@@ -89,8 +89,9 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 def write_sample_cost(recipe: Recipe) -> None:
     """Add the FLOPs per token and per query-key pair (see `sample_cost`) to `recipe` in place, if
-    `plugins.attention_balance` is on and the recipe does not set them. This function raises the same errors as
-    `sample_cost`. Call it after the layout and the recomputation are resolved, because the FLOPs include recomputation.
+    `plugins.attention_balance` is on and the recipe does not set these FLOPs. This function raises the same errors as
+    `sample_cost`. Call this function after the layout and the recomputation are resolved, because the FLOPs include
+    recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -206,8 +207,8 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which every `auto` is replaced by a computed value. The costs of samples for
-    `plugins.attention_balance` are filled in, too. All other values of the recipe are unchanged.
+    """Return a copy of `recipe` in which every `auto` is replaced by a computed value. The FLOPs per token and
+    query-key pair for `plugins.attention_balance` are filled in, too. All other values of the recipe are unchanged.
 
     Args:
         say: a function that receives a line for each value that replaced `auto`.
@@ -227,7 +228,7 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
     """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys for which no value
-    could be computed; these keys get simple values.
+    could be computed. A key with an error gets a simple value.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

@@ -38,9 +38,9 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
-    """Return a lower bound in ms (limited to `goal`) on the step time of every plan. The bound is 0 if no bound could
-    be computed. This is so for schedules other than 1F1B, for more than two types of layers, and if the budget is too
-    small. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
+    """Return a lower bound in ms (limited to `goal`) on the step time of every plan. The bound is 0 if none can be
+    computed: for schedules other than 1F1B, for more than two types of layers, or if the budget is too small. Both
+    `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
     """
     stages = patterns_of(instance, goal, budget, after)
     if stages is None:
@@ -70,13 +70,11 @@ class _Case:
     after: np.ndarray  # [M] ms after the pipeline if it is
 
     def bound(self, pipeline: float) -> float:
-        """Return a lower bound in ms on the time of a step whose pipeline (without the work after it) takes at least
-        `pipeline` ms.
-        """
+        """Return a lower bound in ms on the time of a step whose pipeline passes take at least `pipeline` ms."""
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the pipeline time in ms above which a step cannot take less than `goal` ms."""
+        """Return the time of the pipeline passes, in ms, above which a step cannot take less than `goal` ms."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 

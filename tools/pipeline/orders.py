@@ -1,5 +1,5 @@
-"""This module defines for each pipeline schedule the order of a stage's forward and backward passes. Some orders come
-from MindSpore, and others come from papers.
+"""This module defines for each pipeline schedule the order of a stage's forward and backward passes. Some orders of
+passes come from MindSpore, and others come from papers.
 
 An operation is one piece of work of a stage, such as the forward pass of one chunk for one micro-batch; an order is the
 list of a stage's operations, which can also be written as an integer array for NumPy. `tools.pipeline.schedules` lists
@@ -100,8 +100,8 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Convert the integer table of a stage's order to a list of operations. The list does not say which operations form
-    a pair.
+    """Convert the integer table of a stage's order to a list of operations. The list of operations does not say which
+    operations form a pair.
     """
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
@@ -121,8 +121,8 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return the integer table of a stage's order with the missing columns added. In the new columns, the sequence part
-    is 0, and no operations form a pair.
+    """Return the integer table of a stage's order with the missing columns added. The new columns say that the sequence
+    part is 0, and that no operations form a pair.
     """
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
@@ -201,8 +201,8 @@ def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int 
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of the operations of a stage in MindSpore's scheduler seqsmartvpp. It is seqvpp with a shorter
-    warm-up, and needs less memory for activations.
+    """Return the order of the operations of a stage in MindSpore's scheduler seqsmartvpp. The scheduler seqsmartvpp is
+    seqvpp with a shorter warm-up, and needs less memory for activations.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
@@ -237,8 +237,8 @@ def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.n
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of the operations of a stage in MindSpore's `ZeroBubbleV`. It is a DualPipeV that splits off few
-    weight gradients.
+    """Return the order of the operations of a stage in MindSpore's `ZeroBubbleV`. The schedule `ZeroBubbleV` is a
+    DualPipeV that splits off few weight gradients.
     """
     after = stages - stage - 1
     half = (stage + 1) // 2

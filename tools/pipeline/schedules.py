@@ -1,5 +1,5 @@
-"""This module lists pipeline schedules by name. For each schedule it knows the order of operations on a stage, the
-allowed numbers of stages and micro-batches, and the software that can run the schedule.
+"""This module lists pipeline schedules by name. The module knows for each schedule the order of operations on a stage,
+the allowed numbers of stages and micro-batches, and the software that can run the schedule.
 
 A recipe can choose one of MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`). The other schedules
 (`PAPER_SCHEDULES`) are published in papers, and are only simulated in this repository:

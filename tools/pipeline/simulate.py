@@ -133,7 +133,7 @@ def simulate_timetable(table: Timetable, durations: Durations | Sequence[Duratio
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
     """Return the idle time of a stage (the bubble) for equal stages, divided by the time of one micro-batch on a stage.
-    For 1F1B the result is (p - 1) / v.
+    For 1F1B the bubble is (p - 1) / v for p stages with v chunks each.
 
     A forward pass, the input gradients and the weight gradients are assumed to take equal times, and transfers no time.
     """
@@ -168,7 +168,7 @@ def makespans(
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
     """Return the durations of operations, 0 for idle places, and the durations of pairs as one vector. The numbers in
-    `Timetable.work` are indices into this vector.
+    `Timetable.work` are indices into the returned vector.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
@@ -242,7 +242,8 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
     """Return how many micro-batches of each chunk are in flight at the moments at which a stage may need the most
-    memory, as an array [moments, chunks]. These are the rows of `in_flight` that no other row exceeds in every chunk.
+    memory, as an array [moments, chunks]. The result consists of the rows of `in_flight` that no other row exceeds in
+    every chunk.
 
     However large the activations of each chunk are, the peak memory of the stage occurs at one of these moments;
     therefore a solver's memory is exact if it has a constraint for each of them.

@@ -73,8 +73,8 @@ class Timetable:
 
     @cached_property
     def micro_batches(self) -> np.ndarray:
-        """Return the number of each operation's micro-batch, [levels, stages]. For a pair, this is the micro-batch of
-        the backward pass; for an idle place, it is 0.
+        """Return the number of each operation's micro-batch, [levels, stages]. The number for a pair is the micro-batch
+        of its backward pass, and the number for an idle place is 0.
         """
         found = np.zeros(self.work.shape, int)
         for stage, (levels, table) in enumerate(zip(self.places, self.tables, strict=True)):

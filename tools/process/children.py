@@ -137,8 +137,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle a signal with the function `handler` while the `with` block runs. In other threads than the main thread,
-    where Python allows no handlers, do nothing.
+    """Handle a signal with the function `handler` while the `with` block runs. Outside the main thread, where Python
+    allows no signal handlers, do nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -225,7 +225,7 @@ def modelled(
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
     """Return the predicted seconds that all micro-batches of a step spend in one pipeline stage, by part (matmul,
-    attention, communication, ...). The seconds include recomputation.
+    attention, communication, ...). The predicted seconds include recomputation.
     """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}

@@ -1,5 +1,5 @@
-"""This module describes the kernels that MindSpore's profiler recorded, in the same form for every device. It assigns
-the time of each kernel to a term of the estimator, such as matmul or attention.
+"""This module describes the kernels that MindSpore's profiler recorded, in the same form for every device. The module
+assigns the time of each kernel to a term of the estimator, such as matmul or attention.
 
 All times are in seconds. Shapes are those that the profiler recorded, one tuple for each tensor; () if the profiler did
 not record them.
@@ -188,8 +188,8 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of
-    such a kernel does not name the module of the model to which the kernel belongs.
+    """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of a
+    kernel from an expanded operator does not name the module of the model to which the kernel belongs.
     """
     return kernel.name.startswith("Expand/")
 

@@ -146,8 +146,8 @@ class Call:
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
         """Return the axes of the device mesh along which a constant argument differs from rank to rank, outermost
-        first. The constant must be the index at which the rank's own piece of a cut dimension starts. The pieces must
-        lie in the order of the ranks.
+        first. The constant must be the index at which the rank's own piece of a cut dimension starts. The ranks' pieces
+        must lie in the order of the ranks.
 
         Args:
             key: a key of `differs`.
@@ -177,7 +177,7 @@ class Call:
 
     def pieces_in_rank_order(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
         """Return the axes that `own_pieces` returns, and raise an error unless the pieces lie in the order of the
-        device mesh. In this order, the outermost axis is the axis whose ranks lie farthest apart.
+        device mesh. In the order of the device mesh, the outermost axis is the axis whose ranks lie farthest apart.
 
         Raises:
             Certain: as for `own_pieces`. NotKnown: as for `own_pieces`, or the pieces follow each other in another

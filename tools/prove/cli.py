@@ -104,9 +104,9 @@ def proof_of(
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
     rank, the function also compiles its neighbours along each axis of the device mesh, and the last rank along all
-    axes. It then finds how each value in these graphs is distributed over the ranks. An axis is divided into smaller
-    axes if a constant in the graphs (such as the start of a slice) does not grow evenly from rank to rank along the
-    axis.
+    axes. In the compiled graphs, the function finds how each value is distributed over the ranks. An axis is divided
+    into smaller axes if a constant in the graphs (such as the start of a slice) does not grow evenly from rank to rank
+    along the axis.
 
     Args:
         recipe: the recipe that was compiled.

@@ -1,5 +1,6 @@
 """This module finds how the document ends (the cumulative lengths for attention in the layout TND) are computed in the
-graph. If the queries are cut over ranks along the sequence, it checks that the ends fit the rank's own piece.
+graph. If the queries are cut over ranks along the sequence, the module checks that the document ends fit the rank's own
+piece.
 
 In this case a rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element
 by element and with constants that differ by rank, the ends of the documents among the rank's queries and among its

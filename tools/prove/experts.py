@@ -1,5 +1,5 @@
-"""This module says how the results of MoE operators are distributed over the ranks. These are the operators of the
-router, of the token exchange between ranks, and of the experts' matrix products.
+"""This module says how the results of MoE operators are distributed over the ranks. The covered operators are those of
+the router, of the token exchange between ranks, and of the experts' matrix products.
 
 The data decide which token goes to which expert, so the compiled graph does not show the rank of a token. A dispatched
 dimension is a `Rows`: all tokens of its mesh axes in an unknown order, and the `path` of steps that produced this
@@ -221,7 +221,7 @@ def _exchange_counts(call: Call) -> Value:
 
 def exchange_over(x: Spread, axes: tuple[str, ...], split: int, join: int, sizes: Mapping[str, int]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after an AllToAll over several axes of the mesh.
-    The pieces along these axes must follow each other in one dimension, so that the axes count as one axis.
+    The pieces along the exchanged axes must follow each other in one dimension, so that the axes count as one axis.
 
     Args:
         axes: the axes of the group, outermost first. split, join: the dimensions that are split and joined.

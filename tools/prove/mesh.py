@@ -76,8 +76,8 @@ class Mesh:
 
     def neighbours(self, rank: int) -> dict[str, int]:
         """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis, or the previous rank
-        if the rank is the last. The key `FAR` holds the rank at the other end of all axes, unless this rank is one of
-        the neighbours.
+        if the rank is the last. The key `FAR` of the result holds the rank at the other end of all axes, unless this
+        rank is one of the neighbours.
         """
         found, end = {}, rank
         for axis, place in self.places(rank).items():
@@ -97,7 +97,7 @@ class Mesh:
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """Return the axes of the mesh that make up a communication group. Neighbouring ranks of the group lie along the
-        last of these axes.
+        last axis of the result.
         """
         if list(ranks) != sorted(ranks):
             raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")

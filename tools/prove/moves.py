@@ -204,7 +204,7 @@ def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
     """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if one of
-    these dimensions is cut over ranks, each rank finds the maximum of its own piece.
+    these dimensions is cut over ranks, each rank finds the maximum of only its own piece.
     """
     by_element(x)
     found = reduce_sum(x, axes, keep)
@@ -301,8 +301,8 @@ def _at_home(block: Block, to: int) -> Block:
 
 
 def concat(given: Sequence[Spread], axis: int) -> Spread:
-    """Return how the concatenation of values along a dimension is distributed over the ranks (its spread). This
-    dimension must not be cut over ranks.
+    """Return how the concatenation of values along a dimension is distributed over the ranks (its spread). The
+    dimension of the concatenation must not be cut over ranks.
     """
     require_home(*given)
     both = frozenset[str]().union(*(x.partial for x in given))
@@ -339,7 +339,7 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after a sum over the ranks along some axes. If a
     reshape to a vector has removed a dimension of one element that was cut over ranks, the ranks' pieces are added as
-    partial sums. This is how the gradient of a bias is summed if each rank has one sample.
+    partial sums. In this way, the gradient of a bias is summed if each rank has one sample.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})

@@ -1,5 +1,5 @@
 """This module says how tokens are distributed over the ranks by the operators with which `plugins.hierarchical_ep`
-dispatches tokens. It covers every dispatch mode, with and without chunks.
+dispatches tokens. The module covers every dispatch mode of the plugin, with and without chunks.
 
 The rules of `tools.prove.experts` check each step of a dispatch. The rules in this module assume that the steps of a
 single rank on its own rows are right (which rows the rank takes, in which order, how often, and which columns share a

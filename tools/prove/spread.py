@@ -39,8 +39,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error means that the compiled graph is certainly wrong, whatever the unknown dimensions of its loose pieces
-    are (pieces of cut tensors whose dimension is not known yet).
+    """This error means that the compiled graph is wrong for every possible dimension of its loose pieces (pieces of cut
+    tensors whose dimension is not known yet).
     """
 
 
@@ -49,8 +49,8 @@ class NotKnown(TC3Error):
 
 
 class Uncertain(NotKnown):
-    """This error means that an operator may be wrong: whether it is depends on the dimensions of its arguments' loose
-    pieces (pieces of cut tensors whose dimension is not known yet).
+    """This error means that an operator may be right or wrong, depending on the dimensions of loose pieces in its
+    arguments (pieces of cut tensors whose dimension is not known yet).
 
     Args:
         loose: the axes that cut the arguments into these pieces.
@@ -167,8 +167,8 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """Return the dimensions of a tensor, with each block that an AllGather has put in front of another dimension moved
-    back to its own dimension.
+    """Return the dimensions of a tensor, in which gathered pieces that an AllGather has put in front of another
+    dimension are moved back to their own dimension.
     """
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
@@ -177,8 +177,8 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor that is zero on all ranks. This tensor can be added to any value, however the value
-    is distributed over the ranks.
+    """A `Zeros` describes a tensor that is zero on all ranks. A tensor of zeros can be added to any value, however the
+    value is distributed over the ranks.
     """
 
 
@@ -254,7 +254,8 @@ def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None
 
 def placements(x: Spread) -> Iterator[Spread]:
     """Yield every possible spread of a value with loose pieces (pieces whose dimension is not known yet), the given
-    spread first. The order of all pieces stays the same. Dimensions of one element are tried before other dimensions.
+    spread first. The order of all pieces stays the same, and dimensions of one element are tried before other
+    dimensions.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -287,7 +288,7 @@ def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[i
 
 def own_order(dim: Dim) -> Dim:
     """Return a dimension of tokens that MindFormers has grouped by rank for its router, with the tokens of each rank in
-    their original order. This is enough to sum over the tokens.
+    their original order. The result suffices for a sum over the tokens.
     """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
@@ -393,7 +394,7 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
     """Return the spread of a replicated value as a partial sum over `axes`. The value must have been divided by the
-    number of ranks along these axes.
+    number of ranks along `axes`.
     """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):

@@ -33,7 +33,7 @@ def dispatched(dim: Dim) -> tuple[int, Rows] | None:
 
 def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
     """Return the spread of a vector that is cut over ranks, with the elements in the order in which an AllGather joins
-    the ranks' pieces. If the elements are already in this order, the spread is unchanged.
+    the ranks' pieces. If the elements of the vector are already in the order of the ranks, the spread is unchanged.
 
     A gather puts the ranks' elements one after another, which is not the order of the whole value.
     """
@@ -57,8 +57,8 @@ def by_place(x: Spread) -> Spread:
 
 
 def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
-    """Return the spread of a value whose elements are equal along the given dimensions. Along these dimensions, the
-    value can be combined with rows in any order.
+    """Return the spread of a value whose elements are equal along the given dimensions. Along dimensions of equal
+    elements, the value can be combined with rows in any order.
     """
     dims = list(x.dims)
     for number in numbers:
@@ -67,8 +67,8 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 
 
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens are distributed over the ranks after MindFormers has grouped them by rank for its router. This
-    reshapes [batch, sequence, width] to [ranks, tokens, width].
+    """Return how tokens are distributed over the ranks after MindFormers has grouped them by rank for its router.
+    Grouping reshapes [batch, sequence, width] to [ranks, tokens, width].
 
     The reshape moves each rank's own tokens to other positions of the whole value; only the later reshape that undoes
     it puts them back. Return None for any other reshape.

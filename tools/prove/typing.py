@@ -451,8 +451,8 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the last collectives before a value of the root graph, and the operators in between, which only pass
-        the value on.
+        """Return the last collectives before a value of the root graph, and the operators between them and the
+        value.
         """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()

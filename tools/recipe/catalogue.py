@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one optimisation of the host from section 6 of the technical report. It holds the gain that the
-    report states, how this repository applies the optimisation, and which checks cover it.
+    """A `Measure` is one optimisation of the host from section 6 of the technical report. A `Measure` holds the gain
+    that the report states, how this repository applies the optimisation, and which checks cover it.
 
     The gains are quoted from the report; they were not measured with this repository.
     """
@@ -150,8 +150,8 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return the content of a `card.yaml`. If a key is wrong, it raises a RecipeError that names the file and the key.
-    If the file does not exist, it raises an OSError.
+    """Return the content of a `card.yaml`. If a key is wrong, the function raises a RecipeError that names the file and
+    the key. If the file does not exist, the function raises an OSError.
     """
     try:
         raw = _content(path.read_text(encoding="utf-8"))

@@ -40,8 +40,8 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 def is_of_run(recipe: Path) -> bool:
     """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml. The
-    folder of a run has a sub-folder `attempts`. If it has none (a run started by a script or by msrun), the recipe must
-    name its own folder as `output_dir`.
+    folder of a run has a sub-folder `attempts`. If a folder has no `attempts` (a run started by a script or by msrun),
+    the recipe must name its own folder as `output_dir`.
     """
     if recipe.name != "recipe.yaml" or (recipe.parent / "attempts").is_dir():
         return recipe.name == "recipe.yaml"

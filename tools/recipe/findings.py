@@ -102,8 +102,8 @@ class Findings:
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add an error that a plugin raised while it read its settings. The error is listed at the key that it names
-        or, if it names none, at the key `section`.
+        """Add an error that a plugin raised while it read its settings. The error is listed at the key that the error
+        names or, if it names no key, at the key `section`.
         """
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section

@@ -32,8 +32,8 @@ _SINK = {"sink_mode": True, "sink_size": 1}
 
 def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Return small flat recipes for Ascend as a dictionary number of devices -> recipe, for 1 device and for each
-    number in `counts`. Their schedules have `steps` steps. The key `ON_CPU` holds a small recipe for one CPU process. A
-    number of devices is left out if the recipe's parallel degrees, scaled down, need fewer devices.
+    number in `counts`. The schedules of the small recipes have `steps` steps. The key `ON_CPU` holds a small recipe for
+    one CPU process. A number of devices is left out if the recipe's parallel degrees, scaled down, need fewer devices.
 
     Raises:
         RecipeError: the recipe is for a CPU, trains on packed conversations, or cannot be shrunk.

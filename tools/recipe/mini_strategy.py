@@ -52,7 +52,7 @@ class Degrees:
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Return degrees whose product is at most `workers`. Each parallel degree is a power of two, and is not larger than
-    the recipe's degree. The function doubles the pipeline, tensor, data and context degrees in turn, as far as the
+    the degree in the recipe. The function doubles the pipeline, tensor, data and context degrees in turn, as far as the
     recipe allows, until no further doubling fits into `workers`. The expert-parallel degree is the largest degree that
     the recipe and the number of data- and tensor-parallel ranks allow.
     """
@@ -114,8 +114,8 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
     """Give a mini recipe (in place) the parallel degrees `degrees` and the operators of the full recipe (`view`), for
-    steps of `batch` samples. The mini recipe gets as many layers as a pipeline with the degrees `deepest` needs. Mini
-    recipes with different degrees then have the same weights.
+    steps of `batch` samples. The mini recipe gets as many layers as a pipeline with the degrees `deepest` needs. All
+    mini recipes of a recipe then have the same weights, even if their degrees differ.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

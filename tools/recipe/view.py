@@ -30,8 +30,8 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` reads values and sizes of a recipe, such as the number of devices. For a value of the wrong type, it
-    returns a default.
+    """A `View` reads values and sizes of a recipe, such as the number of devices. For a value of the wrong type, a
+    `View` returns a default.
     """
 
     recipe: Recipe
@@ -128,7 +128,7 @@ class View:
     @cached_property
     def global_batch(self) -> int:
         """Return the number of samples in a step, as the trainer computes it. If the batch grows during training,
-        return the largest number.
+        return the number of samples in the largest batch.
         """
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
@@ -151,8 +151,8 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the data loader packs several conversations into a sample. If so, the trainer turns on the
-        attention mask.
+        """Return whether the data loader packs several conversations into a sample. If conversations are packed, the
+        trainer turns on the attention mask.
         """
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(

@@ -178,7 +178,7 @@ def text_of(form: Plan | Beat | End | Verdict) -> str:
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """Read the content of an attempt's file from its text (the inverse of `text_of`); return None if the text does not
+    """Convert the text of an attempt's file to an object (the inverse of `text_of`); return None if the text does not
     have the expected form. Keys that later versions write are ignored.
     """
     try:

@@ -58,7 +58,7 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Show the status of a run, which `look` returns, again every `every` seconds until the run has ended; return the
+    """Show the status of a run (from the function `look`) every `every` seconds until the run has ended; return the
     exit code.
     """
     if as_json or not console.is_terminal:
@@ -226,7 +226,7 @@ class Scalars:
 
     def add_routers(self, record: dict[str, Any]) -> None:
         """Write the measurements of the routers in one step (from metrics/routers.jsonl) as scalars for TensorBoard.
-        Each scalar is the value of the worst layer.
+        Each scalar is the measurement of the worst layer.
         """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}

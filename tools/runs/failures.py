@@ -30,8 +30,8 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """A `Signature` is an entry of signatures.yaml. It describes one cause of failures: the name of the cause, a
-    pattern of log lines that show it, and a remedy.
+    """A `Signature` is an entry of signatures.yaml. A `Signature` describes one cause of failures: its name, a pattern
+    of log lines that show it, and a remedy.
     """
 
     name: str
@@ -76,8 +76,8 @@ def without_noise(lines: Sequence[str]) -> list[str]:
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return the cause of a failure that the lines of one worker's log show. Causes within the worker itself take
-    precedence over consequences of other workers' failures.
+    """Return the cause of a failure that the lines of one worker's log show. A cause within the worker itself takes
+    precedence over a consequence of another worker's failure.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -168,8 +168,8 @@ def untold(run: Run) -> list[int]:
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure of an attempt that its verdict names. If there is no verdict, return the failure of the first
-    node that ended with an error. If there is no such node either, return the failure that the logs show.
+    """Return the failure of an attempt that its verdict names. If the attempt has no verdict, return the failure of the
+    first node that ended with an error. If no node ended with an error, return the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

@@ -104,7 +104,7 @@ class Evaluation:
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
     """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. If a resumed
-    run repeats steps, its records replace the older records of the repeated steps.
+    run repeats steps, the new records replace the older records of these steps.
     """
     kept: dict[int, Evaluation] = {}
     for one in filter(None, map(evaluation_of, Follower(held_out_file(run_dir)).records())):
@@ -142,8 +142,8 @@ def loss_in_words(loss: float | None) -> str:
 
 
 class Follower:
-    """A `Follower` reads the complete lines that were appended to a JSON-lines file since the last call. It leaves out
-    lines that an old attempt wrote after a newer attempt had begun.
+    """A `Follower` reads the complete lines that were appended to a JSON-lines file since the last call. A `Follower`
+    leaves out lines that an old attempt wrote after a newer attempt had begun.
     """
 
     def __init__(self, file: Path, newest: int | None = None):

@@ -127,7 +127,7 @@ class Mtbf:
 @dataclass(frozen=True)
 class Saving:
     """A `Saving` holds the interval between checkpoint saves that a run used and the best interval, in seconds of
-    training. It also holds the share of the time that each of these intervals costs.
+    training. A `Saving` also holds the share of the time that saving at each of these intervals costs.
     """
 
     cost: float
@@ -238,7 +238,7 @@ class Beside:
 @dataclass(frozen=True)
 class Study:
     """A `Study` holds all values that `tc3 runs report` prints about one run. The field `ledger` divides the run's time
-    by kind of work; if this is not possible, it is a sentence that says why.
+    by kind of work; if the time cannot be divided, `ledger` is a sentence that says why.
     """
 
     run: Run

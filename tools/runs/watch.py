@@ -122,8 +122,8 @@ class Kept:
             self._count()
 
     def begin_at(self, step: int | None) -> None:
-        """Leave the steps after `step` out of the count, because the new attempt begins at this step and will repeat
-        them. With None, count all steps again.
+        """Leave the steps after `step` out of the count, because a new attempt begins after `step` and will repeat
+        these steps. If `step` is None, count all steps again.
         """
         cut = NEVER if step is None else step
         if cut != self.cut:
@@ -166,7 +166,7 @@ class Kept:
     @property
     def seconds(self) -> float:
         """Return the total seconds of all steps that no later attempt has repeated. The first step after each start of
-        the workers includes compiling; it counts with the usual step time.
+        the workers, which includes compiling, counts with the usual step time.
         """
         whole = 0.0
         for part in self.parts:
@@ -194,11 +194,11 @@ class Status:
     """A `Status` describes the state of a run at one moment; unknown values are None. All times of a `Status` are in
     seconds, `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new
     record. The held-out losses in a `Status` come from the last evaluation. The field `not_finite` names the loss or
-    the global norm if it is NaN or infinite in the newest step. The norm does not count if the step was skipped because
-    of the loss scale. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean over
-    the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no token
-    in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in the
-    newest step, and `stage_end` is the last step with the same number.
+    the global norm if it is NaN or infinite in the newest step. The norm of a step that was skipped because of the loss
+    scale does not count. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean
+    over the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no
+    token in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in
+    the newest step, and `stage_end` is the last step with the same number.
     """
 
     run: str

@@ -164,7 +164,8 @@ def model_number(view: View, key: str) -> int:
 
 def model_default(view: View, key: str) -> Any:
     """Return MindFormers' default for a key of `model.model_config`. The default comes from the model's config class
-    or, if it has none, from the corresponding field of TransformerConfig. Return None if there is no default.
+    or, if this class has no default, from the corresponding field of TransformerConfig. Return None if there is no
+    default.
     """
     schema = load_schema()
     model = schema.model_type(view.recipe)

@@ -51,7 +51,7 @@ _TYPED = {  # section -> registry it is built from
 
 
 def main() -> None:
-    """Extract the schema from the installed MindFormers and MindSpore, and write it to the schema files of this
+    """Extract the schema from the installed MindFormers and MindSpore, and write the schema files of this
     repository.
     """
     from tools.schema.schema import SCHEMA_FILE, Schema, json_schema

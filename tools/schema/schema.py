@@ -76,8 +76,8 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a YAML value has one of the kinds (types) in `kinds`. An integer also counts as a floating-point
-    number.
+    """Return whether a YAML value has one of the kinds (types) in `kinds`. An integer also has the kind of
+    floating-point numbers.
     """
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)

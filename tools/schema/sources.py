@@ -25,7 +25,8 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
     """Return the configuration keys that the Python files `files` read from the variables `roots`, such as ``{"":
-    {"seed", ...}, "checkpoint": {"prefix", ...}}``. If `of_self` is True, only attributes of `self` count.
+    {"seed", ...}, "checkpoint": {"prefix", ...}}``. If `of_self` is True, only variables that are attributes of `self`
+    count.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)

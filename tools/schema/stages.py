@@ -42,8 +42,8 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the number of layers that each [chunk][stage] runs; return None if `layers_of` returns None. The two
-    functions differ only for the second chunk in zero_bubble_v, which runs from the last stage to the first.
+    """Return the number of layers that each [chunk][stage] runs; return None if `layers_of` returns None. The result
+    differs from `layers_of` only for the second chunk in zero_bubble_v, which runs from the last stage to the first.
     """
     layers = layers_of(view, built)
     if layers is None or not runs_back(view):
@@ -57,8 +57,8 @@ def runs_back(view: View) -> bool:
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss. This is the last rank of the last stage, or rank 0 if the schedule ends on
-    the first stage.
+    """Return a rank that computes the loss: the last rank of the last stage, or rank 0 if the schedule ends on the
+    first stage.
     """
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 

@@ -1,6 +1,6 @@
 """This module adds facts that MindFormers' annotations leave out: the values that a key may take, and the types of the
-keys in sections that MindFormers' code reads from dictionaries. Most of these facts are in the file values.yaml. This
-module adds the facts that follow from names in other modules.
+keys in sections that MindFormers' code reads from dictionaries. The file values.yaml holds most of the added facts.
+This module itself holds the facts that follow from names in other modules.
 
 `of_plugin` returns the keys and values of a plugin, from the class of its settings.
 """

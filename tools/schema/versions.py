@@ -69,7 +69,7 @@ def unverified_words() -> list[str]:
 
 def require_verified() -> None:
     """Raise an error if the installed version of MindSpore or MindFormers is not the verified version. If the user gave
-    `--unverified`, print a warning instead.
+    `--unverified`, print a warning instead of raising an error.
 
     A package that is not installed is not an error of this function: the code that needs the package reports that it is
     missing.

@@ -41,7 +41,7 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 @dataclass
 class Funnel:
     """A `Funnel` counts the candidate strategies of a search: all candidates, and for each rule the candidates that it
-    dropped. A candidate is counted at the first rule that it breaks.
+    dropped. A candidate counts as dropped by the first rule that the candidate breaks.
     """
 
     total: int = 0
@@ -141,9 +141,9 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A `Block` is a table of all legal candidate strategies with the same pp and vpp. It has a column of integers for
-    each other parallel degree or choice. Each row of the table stands for several candidates: one for each kind of
-    recomputation in `recompute`.
+    """A `Block` is a table of all legal candidate strategies with the same pp and vpp. A `Block` has a column of
+    integers for each other parallel degree or choice. Each row of the table stands for several candidates: one for each
+    kind of recomputation in `recompute`.
     """
 
     pp: int
@@ -361,8 +361,8 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the configuration of a candidate with balanced layers; with "planned" recomputation, all layers are
-    recomputed until the pipeline optimiser has placed them.
+    """Return the configuration of a candidate with balanced layers; with "planned" recomputation, all layers count as
+    recomputed until the pipeline optimiser has placed the layers.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)

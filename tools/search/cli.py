@@ -141,8 +141,8 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """A `SearchOrCommand` is the command group `tc3 search`. If its first argument is a recipe, it runs the search for
-    this recipe.
+    """A `SearchOrCommand` is the command group `tc3 search`. If the first argument of the command is a recipe, the
+    group runs the search for this recipe.
     """
 
     of_recipe = space_command

@@ -70,8 +70,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return the sensitivity of each layout's step time to each term (such as matmul), as an array [layouts, TERMS]. It
-    is the change of ln(seconds) if the term changes by its usual deviation.
+    """Return the sensitivity of each layout's step time to each term (such as matmul), as an array [layouts, TERMS].
+    The sensitivity is the change of ln(seconds) if the term changes by its usual deviation.
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
@@ -281,8 +281,8 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 
 def least_devices(config: Configuration) -> int:
-    """Return the smallest number of devices on which a layout can run a step. This is one pipeline with as few
-    data-parallel ranks as the expert-parallel groups allow. MindFormers distributes experts over data- and
-    tensor-parallel ranks, and not over context-parallel ranks.
+    """Return the smallest number of devices on which a layout can run a step: one pipeline with as few data-parallel
+    ranks as the expert-parallel groups allow. MindFormers distributes experts over data- and tensor-parallel ranks, and
+    not over context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

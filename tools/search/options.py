@@ -89,8 +89,8 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units of work. If none were requested, return the default, but not more units than can be
-    done in about `seconds` seconds.
+    """Return the requested units of work. If no units were requested, return the default, but not more units than can
+    be done in about `seconds` seconds.
     """
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
@@ -105,8 +105,8 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """A `RecipeOrCommand` is a command group whose first argument may be a recipe instead of the name of a command. The
-    command `of_recipe` then receives the recipe.
+    """A `RecipeOrCommand` is a command group whose first argument may be a recipe instead of the name of a command. If
+    the first argument is a recipe, the command `of_recipe` receives it.
     """
 
     of_recipe: click.Command

@@ -108,8 +108,8 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether a recipe can keep `plugins.hierarchical_ep`. For this, EP groups must have several ranks, and must
-    cover whole nodes or divide a node evenly.
+    """Return whether a recipe can keep `plugins.hierarchical_ep`. To keep the plugin, EP groups must have several
+    ranks, and must cover whole nodes or divide a node evenly.
     """
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
@@ -117,7 +117,7 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
     """Return the recipe keys (with new values) that must change so that `config` runs on the cluster `site`, such as
-    the number of devices of a node. If the size of the memory pool equals the old memory limit, both values change
+    the number of devices of a node. If the size of the memory pool equals the old memory limit, both keys change
     together.
     """
     values: dict[KeyPath, Any] = {}

@@ -57,7 +57,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Draw one picture with the function `paint`, and return it as an `<svg>` element for the HTML page."""
+    """Draw one picture with the function `paint`, and return the picture as an `<svg>` element for the HTML page."""
     figure = new_figure(*size)
     paint(figure.subplots())
     return svg_text(figure)

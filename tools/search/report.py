@@ -55,8 +55,8 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the rows of the table of layouts. It lists the best layouts, a new placement of layers with the recipe's
-    own parallel degrees, and the recipe itself.
+    """Return the rows of the table of layouts. The table lists the best layouts, a new placement of layers with the
+    recipe's own parallel degrees, and the recipe itself.
     """
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
@@ -240,8 +240,8 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment at the head of the child recipe that a search writes. It states the layout with its
-    predictions, and the recipe that was searched.
+    """Return the comment at the head of the child recipe that a search writes. The comment states the layout with its
+    predictions, and the recipe for which the search ran.
     """
     request, best = found.request, found.best
     lines = [

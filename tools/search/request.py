@@ -252,8 +252,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return the name by which recipes refer to a cluster. This is the name of a hardware file of this repository, or
-    the absolute path of another file.
+    """Return the name by which recipes refer to a cluster: the name of a hardware file of this repository, or the
+    absolute path of another file.
     """
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

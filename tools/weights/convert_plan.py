@@ -196,8 +196,8 @@ def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
 
 
 def file_of(to: Target, number: int, count: int) -> str:
-    """Return the name of the file with a given number that a conversion writes. In MindFormers' form, the number is the
-    rank whose file it is, out of `count` ranks.
+    """Return the name of the file with a given number that a conversion writes. In MindFormers' form, the number of a
+    file is the rank to which the file belongs, out of `count` ranks.
     """
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"

@@ -1,5 +1,6 @@
 """This module describes the model of a recipe with the fields of a Hugging Face configuration: DeepseekV3Config for
-TeleChat3-MoE, and LlamaConfig for dense models. It also lists the settings that these classes cannot express.
+TeleChat3-MoE, and LlamaConfig for dense models. The module also lists the settings that Hugging Face's classes cannot
+express.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
 
 
 def faults(source: Source, checksums: bool) -> list[str]:
-    """Return a sentence for each file of `source` that differs from the recorded sizes and checksums. They are recorded
-    in seals (files beside the weights) or, after `tc3 weights convert`, in checksums.json.
+    """Return a sentence for each file of `source` that differs from the recorded sizes and checksums. Sizes and
+    checksums are recorded in seals (files beside the weights) or, after `tc3 weights convert`, in checksums.json.
 
     Args:
         checksums: whether every file is read to compare checksums; otherwise only the sizes are compared, which only

@@ -211,7 +211,7 @@ def _bits(dtype: str) -> str:
 @dataclass
 class Mapped:
     """A `Mapped` maps the files of the old checkpoint into memory when they are needed. Only the `_OPEN` most recently
-    used files stay mapped.
+    used files stay mapped into memory.
     """
 
     stored: Stored

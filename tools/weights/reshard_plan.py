@@ -135,7 +135,7 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
     """Return for each tensor the rank that writes each slice of the new layout. If several ranks hold a slice, the rank
-    with the fewest bytes to write so far is chosen.
+    with the fewest bytes to write so far writes the slice.
     """
     load = np.zeros(world, np.int64)
     found = []

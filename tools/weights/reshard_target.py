@@ -180,7 +180,7 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the shape and layout that a checkpoint's tensor has in the run. A tensor of optimizer state has the
+        """Return the shape and layout that a checkpoint's tensor has in the run. A tensor of optimizer state gets the
         shape and the layout of its weight. A tensor that belongs to no weight is whole on all ranks.
         """
         if name in self.states:

@@ -83,7 +83,7 @@ class Source:
 
     def require_whole(self) -> None:
         """Raise CheckpointError if the files of a checkpoint differ from the sizes in its seals (files with recorded
-        sizes and checksums). Checksums are not compared.
+        sizes and checksums). The check compares sizes, and no checksums.
         """
         if reason := self.seal_fault(checksums=False):
             raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")

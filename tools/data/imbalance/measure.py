@@ -246,7 +246,7 @@ class Imbalance:
     @property
     def speed_up(self) -> float | None:
         """Return the speed-up by `plugins/attention_balance`: the step time without the plugin divided by the step time
-        with the plugin. If step times cannot be predicted, the times of the computation are compared instead.
+        with the plugin. If step times cannot be predicted, the speed-up is the ratio of the computation times.
         """
         if self.result is None:
             return None

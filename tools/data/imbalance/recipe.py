@@ -214,7 +214,8 @@ _CONTEXT_SAMPLES = 32
 @dataclass(frozen=True)
 class OneStep:
     """A `OneStep` holds the attention work of each rank's micro-batches in one step, without and with
-    `plugins/attention_balance`. Both arrays are [ranks, micro-batches], and their work is divided by the mean work.
+    `plugins/attention_balance`. The arrays `before` and `after` are [ranks, micro-batches], and hold the work divided
+    by the mean work.
     """
 
     number: int
@@ -224,8 +225,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. Each pair holds the value
-    without `plugins/attention_balance`, and the value with the plugin.
+    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. A `Steps` holds most values as
+    pairs (value without `plugins/attention_balance`, value with the plugin).
 
     Args:
         numbers: the numbers of the examined steps, int64 [steps].
@@ -272,7 +273,7 @@ class _Window:
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
     """Return how evenly the samples of a recipe load the devices, with and without the plans of
     `plugins.attention_balance`. Each number in `starts` (int64 [n], rising) is the first of the consecutive steps for
-    which the plugin makes one plan.
+    which `plugins.attention_balance` makes one plan.
     """
     reporter.start("planning steps", len(starts))
     windows = []

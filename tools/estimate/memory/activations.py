@@ -71,8 +71,8 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes that the loss needs in Megatron. They consist of the logits, the gathered input of the output
-    layer, and the gradient of this input.
+    """Return the bytes that the loss needs in Megatron: the bytes of the logits, of the gathered input of the output
+    layer, and of the gradient of this input.
     """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
@@ -202,8 +202,8 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of a layer's communication buffers. There are buffers for activations that tensor parallelism
-    gathers, and for the token copies that are dispatched to experts and come back. The output of a tensor-parallel
+    """Return the bytes of a layer's communication buffers. Communication buffers hold activations that tensor
+    parallelism gathers, and token copies that are dispatched to experts and come back. The output of a tensor-parallel
     AllGather and the input of a ReduceScatter exist at the same time, unless the collectives are fused with the matmul.
     """
     done = work(config, kind)

@@ -27,7 +27,7 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is a change to a run (or two changes together) that reduces the memory of the run. It holds a
+    """A `Change` is a change to a run (or two changes together) that reduces the memory of the run. A `Change` holds a
     description, the changed run, and the peak memory of each stage in bytes.
     """
 
@@ -192,8 +192,9 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Adapt a table of recomputed layers [chunks][stages] to new numbers of layers. Where all layers were
-        recomputed before, all layers are recomputed again; elsewhere, the number is limited to the layers that exist.
+        """Adapt a table of recomputed layers [chunks][stages] to new numbers of layers. If all layers of a chunk and
+        stage were recomputed before, all layers are recomputed again; otherwise the number is limited to the layers
+        that exist.
         """
         if table is None or table == run.layers:
             return table and layers

@@ -109,8 +109,8 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest possible max/mean (the fullest device's load over the mean load). It is limited because a
-    token has at most one copy for each expert of a device.
+    """Return the largest possible max/mean (the fullest device's load over the mean load). This ratio is limited
+    because a token has at most one copy for each expert of a device.
     """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
@@ -140,8 +140,8 @@ class Needs(NamedTuple):
 
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
     """Return the memory of a stage under the given loads of the devices. If a compile has counted the bytes at even
-    loads (`even`), the memory model computes only the additional bytes of uneven loads. Without a compile, the memory
-    model computes all bytes, and the memory limit is reduced by a margin for the model's error.
+    loads (`even`), the memory model computes only the additional bytes of uneven loads. If no compile has counted
+    bytes, the memory model computes all bytes, and the memory limit is reduced by a margin for the model's error.
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -197,8 +197,8 @@ class Judged:
 
     @property
     def open(self) -> np.ndarray:
-        """Return for each step of the loads whether it is uncertain that the step fits, because of the memory model's
-        known error, as bool [steps].
+        """Return for each step of the loads whether it is uncertain, because of the memory model's known error, that
+        the step fits, as bool [steps].
         """
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
@@ -267,7 +267,7 @@ def _floor(ratio: float, digits: int = 2) -> float:
 def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
     """Return whether a run with experts fits into memory at even loads, up to which max/mean (the fullest device's load
     over the mean load) it fits, and which steps of `loads` fit. If a compile has counted the bytes of some stages, only
-    these stages are judged. Without a compile, the memory of all stages is modelled.
+    these stages are judged. If no compile has counted bytes, the memory of all stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

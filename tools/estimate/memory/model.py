@@ -118,8 +118,8 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 def update_memory(config: Configuration, stage: int) -> float:
     """Return the bytes that gradient clipping and the optimizer need on one device of a stage, in addition to weights,
-    optimizer state and accumulated gradients. The result is 0 if gradients are not accumulated. It is also 0 for other
-    software than MindFormers, which scales gradients in place.
+    optimizer state and accumulated gradients. The result is 0 if gradients are not accumulated. The result is also 0
+    for software other than MindFormers, which scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -177,9 +177,9 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the peak memory in bytes of the tensors that a device sends and receives while experts move to other
-    devices. The device exchanges one tensor after another, so the result is twice the bytes of the largest slice of a
-    tensor. The argument `slices` holds the number of elements of each slice, and `item` is the number of bytes of an
-    element. The optimizer's moments have four bytes for each element.
+    devices. The device exchanges one tensor after another, so that the result is twice the bytes of the largest slice
+    of a tensor. The argument `slices` holds the number of elements of each slice, and `item` is the number of bytes of
+    an element. The optimizer's moments have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
@@ -253,7 +253,8 @@ def _in_turn(config: Configuration, stage: int) -> float:
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
     """Return how many micro-batches of each chunk are in flight when the pipeline schedule keeps the most activations.
-    There may be several such moments, and the result [moments, chunks] has a row for each of them.
+    If the schedule keeps the most activations at several moments, the result [moments, chunks] has a row for each
+    moment.
     """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next

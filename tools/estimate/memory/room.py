@@ -1,5 +1,5 @@
-"""This module computes how many bytes the predicted memory of a device may reach. This is the memory limit of the
-recipe or of the device, minus a margin for the error of predictions.
+"""This module computes how many bytes the predicted memory of a device may reach. The limit for a prediction is the
+memory limit of the recipe or of the device, minus a margin for the error of predictions.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
@@ -68,14 +68,15 @@ class MemoryErrors:
 
     @property
     def margin(self) -> float:
-        """Return the fraction of a memory limit that predictions must leave free. With this margin, every published run
-        would have fit in memory. The margin also covers the errors for runs to which the memory model was not fitted.
+        """Return the fraction of a memory limit that predictions must leave free. With the returned margin, every
+        published run would have fit in memory. The margin also covers the errors for runs to which the memory model was
+        not fitted.
         """
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return for how many published runs the prediction error is so small that a predicted memory of `predicted`
-        bytes fits into `limit` bytes.
+        """Return the number of published runs that would fit into `limit` bytes with a predicted memory of `predicted`
+        bytes, given the prediction error of each run.
         """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
@@ -147,9 +148,9 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """Return the memory that a job may use on a device. This is `memory_gib` if it is given, otherwise the recipe's
-    limit. If the recipe has no limit, or a limit above the device's memory, it is the share `USABLE` of the device's
-    memory. By default the margin for the error of predictions is the known error of the memory model.
+    """Return the memory that a job may use on a device: `memory_gib` if it is given, otherwise the recipe's memory
+    limit. If the recipe has no memory limit, or a limit above the device's memory, return the share `USABLE` of the
+    device's memory. By default the margin for the error of predictions is the known error of the memory model.
 
     Raises:
         RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.

@@ -85,7 +85,7 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """Return the index of the moment with the most bytes. If there are several such moments, prefer the first
+        """Return the index of the moment with the most bytes. If several moments have the most bytes, return the first
         moment in a backward pass.
         """
         full = self.total >= self.peak * (1 - 1e-12)
@@ -93,8 +93,8 @@ class TimeLine:
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Return the memory at its peak as pairs (owner, bytes), the largest first. Owners without bytes are left
-        out.
+        """Return the memory at its peak as pairs (owner, bytes), the largest first. Owners (users of memory) without
+        bytes are left out.
         """
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
@@ -173,9 +173,9 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """Return the predicted memory of a stage over a simulated pipeline schedule as a time line. Its peak equals
-    `stage_memory(config, stage).peak`. The memory model computes only the largest number of bytes that any pass needs
-    in addition to kept activations, so the time line shows this number for every pass.
+    """Return the predicted memory of a stage over a simulated pipeline schedule as a time line. The peak of the time
+    line equals `stage_memory(config, stage).peak`. The memory model computes only the largest number of bytes that any
+    pass needs in addition to kept activations, so the time line shows this number for every pass.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -275,9 +275,9 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
     """Return (label, colour, bytes [moments]) for each band of the picture of memory over time, from bottom to top. The
-    bands are the parts that exist for the whole step, kept activations by module, and the bytes of the running pass.
-    The modules with the most kept activations have a band each, and the other modules share one band, so that the bands
-    add up to the time line.
+    bands show the memory that exists for the whole step, kept activations by module, and the memory of the running
+    pass. The modules with the most kept activations have a band each, and the other modules share one band, so that the
+    bands add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _COLOURS, strict=True):

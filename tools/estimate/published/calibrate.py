@@ -60,9 +60,9 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
-    """Fit efficiencies to the measured step times of `rows`, and return them; the fit begins with the efficiencies of
-    `start`. All rows count as measured on `cluster` (the name of a cluster or a file), even if they name other
-    hardware.
+    """Fit efficiencies to the measured step times of `rows`, beginning with the efficiencies `start`, and return the
+    fitted efficiencies. All rows count as measured on `cluster` (the name of a cluster or a file), even if a row names
+    other hardware.
 
     Raises:
         DataError: no row has both a configuration and a step time, or a row cannot have been measured on `cluster`.
@@ -120,7 +120,7 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
     """Return the allowed range of each parameter of a fit, in the form of `coordinates`. No link of the given clusters
     may become faster than its nominal bandwidth. Above the nominal bandwidth the predicted time does not change, so
-    that a fit would not find its way back below this bandwidth.
+    that a fit would not return to values below this bandwidth.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

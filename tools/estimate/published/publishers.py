@@ -158,7 +158,7 @@ def recomputation(words: str, layers: Table, selective: str) -> Recompute:
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the configuration of a row of torchtitan's measurements. It follows from the row's layout (such as "FSDP32
+    """Return the configuration of a row of torchtitan's measurements, derived from the row's layout (such as "FSDP32
     TP8"), the number of samples of a data-parallel rank, and the technique.
     """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
@@ -253,7 +253,7 @@ def release(row: str) -> str:
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
     """Return the configuration of a row of Megatron-Bridge's measurements, completed with settings of Megatron-Bridge's
-    recipe. The function adds these settings to the list `assumed`.
+    recipe. The function adds the settings from the recipe to the list `assumed`.
     """
     if not config.model.experts:
         return config

@@ -152,8 +152,8 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 @dataclass(frozen=True)
 class Row:
     """A `Row` is one row of a measurements file: a measured run, or the reason why the run cannot be expressed as a
-    configuration. The field `samples` (of a step) is 0 if the row does not state the number. If `masked` is True, the
-    published FLOPs include the masked half of attention.
+    configuration. The field `samples` is the number of samples in a step, or 0 if the row does not state this number.
+    If `masked` is True, the published FLOPs include the masked half of attention.
     """
 
     id: str

@@ -73,7 +73,7 @@ class BySchedule:
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
         """Return the fastest layout among the pipeline schedules that a recipe can use. If layouts were ranked under
-        uneven loads (`uneven`), the order of this ranking counts.
+        uneven loads (`uneven`), return the first usable layout of this ranking.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -162,7 +162,7 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
 
 def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
     """Place the layers of the fastest layout again, with three choices for activations: keeping, recomputing and
-    swapping. This gets twice the effort of one placement.
+    swapping. The search spends twice the effort of one placement on this.
     """
     if found.whole and found.entries:
         twice, seconds = 2 * budget.effort, max(_LEAST, budget.seconds_left)

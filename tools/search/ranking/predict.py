@@ -48,7 +48,9 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the stored value of a key. If the key is new, compute its value with `make` and store it."""
+        """Return the stored value of a key. If the key is new, compute its value with the function `make`, and store
+        the value.
+        """
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -83,8 +85,8 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage a key. Stages with the same kinds of layers, and therefore the same weights, have equal
-    keys.
+    """Return for each stage a key, such that stages with the same kinds of layers (and therefore the same weights) have
+    equal keys.
     """
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
@@ -99,7 +101,7 @@ class MemoryTable:
 
     def peaks(self, block: Block) -> np.ndarray:
         """Return the peak bytes of each candidate's stages for each recompute policy, as an array [candidates,
-        policies, stages]. All layers are assumed to follow the same policy.
+        policies, stages]. All layers are assumed to follow the same recompute policy.
         """
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
@@ -265,7 +267,7 @@ class TimeTable(TimeModel):
 
     def stages(self, block: Block) -> StageTimes:
         """Return the times of each candidate's stages for each recompute policy. All layers are assumed to follow the
-        same policy.
+        same recompute policy.
         """
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
@@ -282,10 +284,10 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of each candidate's step. They follow from the seconds of one micro-batch on
-        each stage (`work` [candidates, stages]) and the seconds of sending it to the next stage. For uneven loads the
-        result is approximate, because it wrongly assumes that gradient communication is hidden while devices wait for
-        the fullest device.
+        """Return the predicted seconds of each candidate's step. The argument `work` [candidates, stages] holds the
+        seconds of one micro-batch on each stage, and `sending` holds the seconds of sending a micro-batch to the next
+        stage. For uneven loads the result is approximate, because it wrongly assumes that gradient communication is
+        hidden while devices wait for the fullest device.
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
@@ -307,7 +309,7 @@ class TimeTable(TimeModel):
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
         """Return for each candidate a lower bound in seconds on the step time of all placements of its layers. The
-        memory limit is ignored.
+        lower bound ignores the memory limit.
 
         The bound is the mean over the stages of a stage's own work plus the time before its first and after its last
         pass, so that each layer has the same weight on every stage: with one chunk, stage s needs at least m w_s plus

@@ -45,9 +45,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """A `Ranking` holds all candidate strategies that fit into memory. For each candidate it holds the predicted step
-    time, a lower bound on the step time, and the peak bytes of the fullest stage. The table `places` [candidates, 3]
-    holds each candidate's block, row and index in `RECOMPUTE`.
+    """A `Ranking` holds all candidate strategies that fit into memory. For each candidate, a `Ranking` holds the
+    predicted step time, a lower bound on the step time, and the peak bytes of the fullest stage. The table `places`
+    [candidates, 3] holds each candidate's block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -153,8 +153,8 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
     """Return for each candidate and each kind of recomputation whether the candidate fits into memory, as bool
-    [candidates, recompute]. The argument holds the peak bytes for each recompute policy, [candidates, policies,
-    stages].
+    [candidates, recompute]. The argument `peaks` [candidates, policies, stages] holds the peak bytes for each recompute
+    policy.
     """
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
@@ -218,8 +218,8 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Raise the lower bound on a candidate's step time to `bound`. This is a tighter bound, or the step time of a
-        layout that is proven to be the candidate's best.
+        """Raise the lower bound on a candidate's step time to `bound`. The new bound is a tighter bound, or the step
+        time of a layout that is proven to be the candidate's best.
         """
         self._known[candidate] = max(bound, self.bound(candidate))
 

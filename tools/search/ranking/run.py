@@ -119,7 +119,7 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 def why_faster(first: Entry, second: Entry) -> str:
     """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
-    the first layout is faster come first, and then parts in which it is slower.
+    the first layout is faster come before parts in which it is slower.
     """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
@@ -205,8 +205,8 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout that passed a dry run. If no layout passed one, return the fastest layout under the
-        requested expert loads.
+        """Return the fastest layout that passed a dry run. If no layout passed a dry run, return the fastest layout
+        under the requested expert loads.
         """
         if self.passed:
             return self.passed[0]

@@ -64,7 +64,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """A `Swapping` holds the step times without and the choice of swapping a layer's activations to the host (instead
+    """A `Swapping` holds the step times without and with the choice to swap a layer's activations to the host (instead
     of keeping or recomputing them).
     """
 

@@ -1,5 +1,5 @@
-"""This module ranks the layouts of a search under uneven expert loads. It computes the expected seconds of a step and
-the probability of running out of memory.
+"""This module ranks the layouts of a search under uneven expert loads. The module computes the expected seconds of a
+step and the probability of running out of memory.
 
 The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
 loads in every layer, at each `expert_parallel`, because 51 million candidates are too many to predict each of them
@@ -105,7 +105,8 @@ def under(
 
 def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
     """Return a line that lists the EP degrees for which a smaller max/mean than requested was assumed, because EP
-    groups of so few devices cannot be so uneven. Return no line if there are no such EP degrees.
+    groups of so few devices cannot be so uneven. Return no line if the requested max/mean was assumed for all EP
+    degrees.
 
     Args:
         text: the value of `--loads`; skews: the max/mean that was taken at each EP degree.

@@ -85,7 +85,9 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        """Return as text the predicted bytes of this part of the memory, and the bytes that the dry run found."""
+        """Return as text the predicted bytes of the contradicted part of the memory, and the bytes that the dry run
+        found.
+        """
         name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
         return (
             f"the search counts {self.counted / GIB:.1f} GiB of {name} on stage {self.stage}, the dry run "
@@ -168,9 +170,10 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of the first `count` layouts. If none of them compiles and fits, make dry runs of further layouts
-    until one compiles and fits. If a dry run contradicts the predicted memory, the prediction is corrected for layouts
-    with the same kind of layer. Layouts that then exceed the memory cap are refused without a dry run.
+    """Make dry runs of the first `count` layouts. If none of these layouts compiles and fits, make dry runs of further
+    layouts until one compiles and fits. If a dry run contradicts the predicted memory, the prediction is corrected for
+    layouts with the same kind of layer. Layouts that exceed the memory cap after the correction are refused without a
+    dry run.
 
     Args:
         request: the request of the search, with the memory limit of a device, the margin and the cluster.
