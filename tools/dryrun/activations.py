@@ -286,8 +286,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """Return for each weight the bytes of tensors that are computed from the weight once in a step, and that all
-    micro-batches use. Such a tensor is, for example, the copy of a weight in compute precision that stays in memory for
-    the whole step.
+    micro-batches use. For example, the copy of a weight in compute precision is counted, which stays in memory for the
+    whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}

@@ -329,8 +329,8 @@ _NO_KEY = "no key of the recipe is known for this message"
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     """Return MindSpore's error message in one line, without call stacks, after the recipe's key that caused the error
-    (if the key is known). If it is not certain that a key caused the error, the key stands after the message and is
-    marked as a guess.
+    (if the key is known). A key that is not certain to have caused the error stands after the message, and is marked as
+    a guess.
 
     Args:
         kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.

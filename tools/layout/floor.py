@@ -18,7 +18,7 @@ from tools.layout.stage_costs import StageCosts, least_layers, least_sum
 
 def floor_of(instance: Instance) -> tuple[float, float]:
     """Return two lower bounds in ms that hold for every plan: on the step time, and on the time of the slowest stage.
-    Both bounds are infinite if no plan fits in memory.
+    The two lower bounds are infinite if no plan fits in memory.
 
     The layers of a stage are whole. The recomputation of a layer may be divided into fractions, whose cost is the
     convex hull of the recompute options. If a stage has several chunks, each chunk holds its least number of layers,

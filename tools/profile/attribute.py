@@ -308,7 +308,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted seconds of each term (such as matmul), the largest first. This function is for measured
+    """Return the predicted seconds of each term (such as matmul), the largest first. This function is used for measured
     steps of which only the total time is known.
     """
     gap = seconds - sum(predicted.values())

@@ -66,7 +66,7 @@ def _everywhere(
 
 def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequence[tuple[Dim, ...]]]:
     """Return the first operator before a failure whose result has loose pieces (pieces whose dimension is not known
-    yet) over the axes of the failure. Also return the dimensions of the operator's result for each possible placement
+    yet) over the axes of the failure. Return also the dimensions of the operator's result for each possible placement
     of its loose pieces. The dimensions are empty unless the operator is a Reshape of a known value without loose
     pieces.
     """

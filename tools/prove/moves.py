@@ -339,7 +339,7 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after a sum over the ranks along some axes. If a
     reshape to a vector has removed a dimension of one element that was cut over ranks, the ranks' pieces are added as
-    partial sums. In this way, the gradient of a bias is summed if each rank has one sample.
+    partial sums. The gradient of a bias is an example, if each rank has one sample.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})

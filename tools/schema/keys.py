@@ -47,7 +47,7 @@ def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
 
 def refuse_keys(recipe: Recipe) -> None:
     """Raise an error for a recipe with a key or value that MindFormers does not know, or with a model that MindFormers
-    cannot train. Without this error, commands would compute wrong results for the recipe.
+    cannot train. Commands call this function because they would compute wrong results for other recipes.
 
     Raises:
         RecipeError: the message describes the first such key or value, with file, line, key path and a right value, and

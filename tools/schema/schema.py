@@ -334,7 +334,9 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text. In this schema, `model_config` may have the keys of any model."""
+    """Return the schema of every recipe as JSON text. In the schema of every recipe, `model_config` may have the keys
+    of any model.
+    """
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]

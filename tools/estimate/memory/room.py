@@ -150,7 +150,7 @@ def room_of(
 ) -> Room:
     """Return the memory that a job may use on a device: `memory_gib` if it is given, otherwise the recipe's memory
     limit. If the recipe has no memory limit, or a limit above the device's memory, return the share `USABLE` of the
-    device's memory. By default the margin for the error of predictions is the known error of the memory model.
+    device's memory. The default margin for the error of predictions is the known error of the memory model.
 
     Raises:
         RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.

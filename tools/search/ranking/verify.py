@@ -170,10 +170,10 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of the first `count` layouts. If none of these layouts compiles and fits, make dry runs of further
-    layouts until one compiles and fits. If a dry run contradicts the predicted memory, the prediction is corrected for
-    layouts with the same kind of layer. Layouts that exceed the memory cap after the correction are refused without a
-    dry run.
+    """Make dry runs of the first `count` layouts. If none of the first `count` layouts compiles and fits, make dry runs
+    of further layouts until one compiles and fits. If a dry run contradicts the predicted memory, the prediction is
+    corrected for layouts with the same kind of layer. Layouts that exceed the memory cap after the correction are
+    refused without a dry run.
 
     Args:
         request: the request of the search, with the memory limit of a device, the margin and the cluster.
