@@ -172,8 +172,8 @@ RECIPE: dict[str, Range] = {
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
-    """Return the range of allowed values of a number in a recipe, given its key path without list indices; None if no
-    range is defined.
+    """Return the range of allowed values of a number in a recipe, given its key path without list indices; return None
+    if no range is defined.
     """
     return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
 

@@ -92,7 +92,9 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document. With `strict`, raise `DataError` for a skipped document that is not empty."""
+        """Count one skipped document. If `strict` is True, raise `DataError` for a skipped document that is not
+        empty.
+        """
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1

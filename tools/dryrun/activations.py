@@ -102,7 +102,7 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return a pair (part, position after the part's last operator) for each part of a backward pass; the part of a
+    """Return a pair (part, position after the part's last operator) for each part of a backward pass. The part of a
     layer ends with the operator that accumulates the last gradient of the layer's weights.
     """
     ends: dict[int, int] = {}

@@ -221,7 +221,7 @@ def cache_folder() -> Path:
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
-    """Return the stored result of an earlier compile of an equal job; None if no such result is stored."""
+    """Return the stored result of an earlier compile of an equal job; return None if no such result is stored."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):

@@ -1,5 +1,5 @@
 """This module counts the memory of one device of a compiled pipeline stage, in bytes and by purpose (such as weights).
-All bytes are exact, except those of activations.
+All bytes are exact, except the bytes of activations.
 
 A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
 the group over which the optimizer shards this slice again (ZeRO). A rank holds the elements of the slice divided by the

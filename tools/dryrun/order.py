@@ -61,8 +61,8 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; [] if the
-    ranks can run together.
+    """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; return []
+    if the ranks can run together.
     """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}

@@ -186,8 +186,8 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the attention heads; 1 if the heads are not
-        cut.
+        """Return the number of parts into which context parallelism cuts the attention heads; return 1 if the heads are
+        not cut.
         """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 

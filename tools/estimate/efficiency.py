@@ -317,7 +317,7 @@ class DeviceTimes:
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Return the seconds to copy `size` bytes to the host over an idle link; None if this is unknown."""
+        """Return the seconds to copy `size` bytes to the host over an idle link; return None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 

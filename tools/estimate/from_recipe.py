@@ -170,7 +170,7 @@ def _configuration(
 
 
 def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
-    """Return the adapters that `plugins.lora` trains; None if all weights are trained.
+    """Return the adapters that `plugins.lora` trains; return None if all weights are trained.
 
     Raises:
         RecipeError: the settings of the plugin are not allowed.
@@ -465,7 +465,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
     """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the name of the rule of
-    `tc3 check`; None if it compiles.
+    `tc3 check`; return None if it compiles.
     """
     if not model.latent:
         return (

@@ -157,9 +157,9 @@ class GradientTimes(LayerTimes):
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
         """Return the seconds for the communication of weights and gradients that computation does not hide. The
-        argument `work` is the seconds of computation for one micro-batch on the stage. If data are sent for each
-        micro-batch, the computation of all micro-batches can hide the communication; if data are sent once in a step,
-        only the computation of `rounds` micro-batches can hide it. All arguments may be arrays.
+        argument `work` is the seconds of computation for one micro-batch on the stage. The computation of all
+        micro-batches can hide communication for each micro-batch, but only the computation of `rounds` micro-batches
+        can hide communication once in a step. All arguments may be arrays.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches

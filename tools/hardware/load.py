@@ -41,7 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the device name of which `text` is an alias; return `text` itself if it is not an alias.
+    """Return the name of the device if `text` is an alias of a device; otherwise return `text` itself.
 
     The whole of `text` must be an alias: an alias somewhere in the path of a missing file must not count as a device.
     """

@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Return the units of work that are left in this budget; 0 if the search was stopped or the deadline has
+        """Return the units of work that are left in this budget; return 0 if the search was stopped or the deadline has
         passed. The field `cut` records whether the deadline has passed.
         """
         units = max(0.0, self.effort - self.spent)

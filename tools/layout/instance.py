@@ -133,7 +133,7 @@ class Instance:
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
         """Return for each stage how many micro-batches of each chunk are in flight when the schedule keeps the most
-        activations; if there are several such moments, each has a row in the array [moments, chunks].
+        activations. If there are several such moments, the array [moments, chunks] has a row for each moment.
         """
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))

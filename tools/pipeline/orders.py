@@ -268,7 +268,7 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return the order of a stage's operations in the pipeline schedule ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B -
-    W), where F, B and W are the times of a forward pass, of input gradients and of weight gradients; as many
+    W), where F, B and W are the times of a forward pass, of input gradients and of weight gradients. In ZB-H1, as many
     micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
@@ -277,7 +277,7 @@ def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return the order of a stage's operations in the pipeline schedule ZB-H2. The bubble of a stage between its first
     and its last operation is (p - 1) (F + B - 2 W), where F, B and W are the times of a forward pass, of input
-    gradients and of weight gradients; 2 p - 1 micro-batches are in flight.
+    gradients and of weight gradients. In ZB-H2, 2 p - 1 micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 

@@ -72,7 +72,7 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """Return the output of a tool; None if the tool is missing, fails or takes more than half a minute.
+        """Return the output of a tool; return None if the tool is missing, fails or takes more than half a minute.
 
         Each tool runs only once, because some tools take a second and many checks read the same output. A tool that
         hung is not started again.
@@ -256,8 +256,8 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """Return (card, process id, name) of each row in the table of processes of `npu-smi info`; None if the table has an
-    unknown form.
+    """Return (card, process id, name) of each row in the table of processes of `npu-smi info`; return None if the table
+    has an unknown form.
     """
     rows = list(_table(text, "Process id"))
     found = []

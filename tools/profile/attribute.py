@@ -289,7 +289,9 @@ class Line:
 
     @property
     def gap(self) -> float | None:
-        """Return the measured minus the predicted seconds of the term; None if the measured seconds are not known."""
+        """Return the measured minus the predicted seconds of the term; return None if the measured seconds are not
+        known.
+        """
         return None if self.measured is None else self.measured - self.predicted
 
 

@@ -44,8 +44,8 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds what is decided before an attempt to train a run starts: the hosts in the order of node rank
-    (`hosts`), the number of workers of each host (`slots`), and the checkpoint from which training resumes (`resume`).
+    """A `Plan` holds the decisions before an attempt of a run starts: the hosts in the order of node rank, the number
+    of workers of each host (`slots`), and the checkpoint from which training resumes (`resume`).
     """
 
     attempt: int

@@ -102,8 +102,8 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Return the share of the run's time that was spent on steps which no later attempt repeated; None for a run of
-        no duration.
+        """Return the share of the run's time that was spent on steps which no later attempt repeated; return None for a
+        run of no duration.
         """
         return self.totals()["kept"] / self.wall if self.wall else None
 

@@ -234,9 +234,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training): sentences about
-    slow ranks, sentences about the limits of the probes, and the number of compared ranks (None if there are no
-    probes).
+    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training). A `Slow` holds
+    sentences about slow ranks, sentences about the limits of the probes, and the number of compared ranks.
     """
 
     compared: int | None
@@ -396,7 +395,7 @@ def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Return the recipe in RUN/recipe.yaml; None if the file does not exist or cannot be read."""
+    """Return the recipe in RUN/recipe.yaml; return None if the file does not exist or cannot be read."""
     try:
         return load_recipe(folder / "recipe.yaml")
     except (TC3Error, OSError):

@@ -140,8 +140,8 @@ class Saving:
 
 
 def mtbf(failures: int, running: float) -> Mtbf | None:
-    """Return the mean time between failures of a run that had a given number of failures in `running` seconds; None if
-    the run did not train.
+    """Return the mean time between failures of a run that had a given number of failures in `running` seconds; return
+    None if the run did not train.
     """
     if running <= 0:
         return None
@@ -187,8 +187,8 @@ def overhead(cost: float, interval: float, between: float) -> float:
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return a comparison of the interval between checkpoint saves that the run used with the best interval; None if
-    the run had no failure or the cost of a save was not measured.
+    """Return a comparison of the interval between checkpoint saves that the run used with the best interval; return
+    None if the run had no failure or the cost of a save was not measured.
     """
     if found.estimate is None or cost <= 0 or used <= 0:
         return None

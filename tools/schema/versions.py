@@ -61,8 +61,8 @@ def going_on() -> bool:
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments that pass the option `--unverified` on to another command; [] if the user did not give
-    it.
+    """Return the arguments that pass the option `--unverified` on to another command; return [] if the user did not
+    give it.
     """
     return ["--unverified"] * going_on()
 

@@ -250,8 +250,8 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
     """Return the probability that the first layout of a search is the fastest, given the errors of predicted step
-    times; None if the search found no layout. The recipe's own layout is included if it uses the requested number of
-    devices and batch, and fits into memory.
+    times; return None if the search found no layout. The recipe's own layout is included if it uses the requested
+    number of devices and batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:

@@ -1,6 +1,6 @@
-"""This module computes the layout of each tensor in a run of a recipe: the number of tensor- or expert-parallel ranks
-over which a weight is cut, and the number of data-parallel ranks over which its optimizer state is cut. Tensors have
-MindFormers' parameter names.
+"""This module computes the layout of each tensor in a run of a recipe. A weight is cut over tensor- or expert-parallel
+ranks, and the optimizer state of the weight is also cut over data-parallel ranks. Tensors have MindFormers' parameter
+names.
 
 `tools.estimate.configuration` computes the number of ranks over which a weight and its optimizer state are cut. This
 module finds these ranks in MindSpore 2.9.0's order: the ranks of a stage form a matrix dp x cp x tp, or for experts a

@@ -96,8 +96,8 @@ class Source:
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs from that of the
-        first rank.
+        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs from the first
+        rank's copy.
         """
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}

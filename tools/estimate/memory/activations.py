@@ -213,9 +213,9 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
-    MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
-    operators of MTP layers.
+    """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, and "none"
+    otherwise. MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not
+    apply to the operators of MTP layers.
     """
     chunk, stage, _ = places(config.layers, config.schedule)[-1]
     return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"

@@ -292,8 +292,8 @@ def stage_layers(config: Configuration, stage: int) -> list[list[tuple[str, str]
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """Return the recompute option of each layer of a chunk: full recomputation for the first layers, selective
-    recomputation for the next layers, and recomputation of only communication for some further layers.
+    """Return the recompute option of each layer of a chunk: "full" for the first layers, "select" for the next layers,
+    and "communication" for some further layers.
 
     MindFormers counts each option from the chunk's first layer, and the stronger option wins. If a layer is not
     recomputed as a whole, groups of operators are added to its option, as in "select+attention"

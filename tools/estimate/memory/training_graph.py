@@ -104,8 +104,8 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device;
-    the arguments `kind` and `option` have the same values as in `tools.estimate.memory.activations.saved`.
+    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device.
+    The arguments `kind` and `option` are the same as for `tools.estimate.memory.activations.saved`.
     """
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again

@@ -107,7 +107,7 @@ def public_model(name: str) -> Model:
 
 
 def public_class(kind: str, layers: int, hidden: int) -> dict[str, Any]:
-    """Return the sizes of a model that its model card in MindFormers does not state; {} if they are unknown."""
+    """Return the sizes of a model that its model card in MindFormers does not state; return {} if they are unknown."""
     for entry in _models()["classes"]:
         if (entry["type"], entry["layers"], entry["hidden"]) == (kind, layers, hidden):
             return entry

@@ -106,7 +106,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Return the measured seconds of the row's step; None if the row has no configuration or no step time."""
+    """Return the measured seconds of the row's step; return None if the row has no configuration or no step time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)

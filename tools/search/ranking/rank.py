@@ -224,7 +224,7 @@ class Chances:
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
-        """Return the lower bound in seconds on the step time of a candidate strategy; 0 if none is known."""
+        """Return the lower bound in seconds on the step time of a candidate strategy; return 0 if none is known."""
         return self._known.get(candidate, 0.0)
 
     @property

@@ -216,8 +216,8 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return the reason why the best layout has not passed the requested dry run; "" if it passed, or if no dry run
-        was requested.
+        """Return the reason why the best layout has not passed the requested dry run; return "" if it passed, or if no
+        dry run was requested.
         """
         if not self.to_verify or not self.entries or self.passed:
             return ""

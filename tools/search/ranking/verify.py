@@ -110,8 +110,8 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the part of the predicted memory that a dry run contradicts; None if prediction and dry run agree within
-    the dry run's error.
+    """Return the part of the predicted memory that a dry run contradicts; return None if prediction and dry run agree
+    within the dry run's error.
     """
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
