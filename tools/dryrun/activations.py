@@ -121,8 +121,8 @@ def parts_of(
 ) -> dict[str, dict[str, int]]:
     """Return the memory of each part of the model (such as a layer): the bytes kept for its backward pass ("saved"),
     and the peak bytes during its "forward" and "backward" passes. The peak of the "forward" pass does not include the
-    bytes at the start of the pass. The argument `seen` holds a `Moment` for each operator of the forward and the
-    backward pass.
+    bytes at the start of the pass. The argument `seen` holds a `Moment` (the bytes in memory) for each operator of the
+    forward and the backward pass.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     segments = forward_segments(forward), backward_segments(backward)

@@ -346,7 +346,7 @@ class _Walk:
         return frozenset(found)
 
     def behind(self, node: Node, other: Node) -> bool:
-        """Return whether one operator of the root graph must run after another one."""
+        """Return whether one operator of the root graph must run after another operator."""
         nodes = self.graph.graphs[self.graph.root]
         last = next(place for place, each in enumerate(nodes) if each is other)
         todo, seen = list(node.operands), set[int]()

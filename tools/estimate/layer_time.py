@@ -127,7 +127,9 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return an MoE layer as the steps of each chunk of its tokens, with the seconds of each step."""
+        """Return the steps (such as dispatch or experts) that an MoE layer runs for each chunk of tokens, with the
+        seconds of each step.
+        """
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0

@@ -65,7 +65,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The loads of the
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by the mean load. The loads of the
     decoder's MoE layers come first, followed by the loads of the MTP layers. For MTP layers without known loads, the
     loads of the last layer are assumed. If the axis of micro-batches or layers has length 1, its value holds for all
     micro-batches or layers. If the axis of devices has length 1, it holds only the load of the fullest device.

@@ -99,8 +99,8 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """Return the numbers of operators, kernels and bytes of one pipeline stage, from its own full graph; each layer
-    gets the mean numbers of the layers of its kind.
+    """Return the numbers of operators, kernels and bytes of one pipeline stage, counted in the stage's full graph. Each
+    layer gets the mean numbers of all layers of the same kind.
     """
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)

@@ -202,7 +202,7 @@ _WORDS = (
 
 def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
     """Return for each operator of a subgraph the part of the model to which it belongs: a layer number such as "0", or
-    one of this module's names for other parts.
+    "embedding", "head", "mtp" or "other".
     """
     found: list[str] = []
     segments = backward_segments(list(nodes)) if backward else []

@@ -35,9 +35,10 @@ def anneal(
     step_times: Callable[[np.ndarray], np.ndarray] | None = None,
     planned: float | None = None,
 ) -> None:
-    """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and offer every better plan
-    to `incumbent`. The function `step_times` computes the step time of plans; the default is a simulation. The
-    temperature of the annealing reaches zero after `planned` units of work; the default is all units of the budget.
+    """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and pass every better plan
+    to `incumbent`, which keeps the best plan. The function `step_times` computes the step time of plans; the default is
+    a simulation. The temperature of the annealing reaches zero after `planned` units of work; the default is all units
+    of the budget.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times

@@ -93,7 +93,7 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return the layer type and the recompute option that each of the K rows of a plan [K, C] counts."""
+        """Return for each of the K rows of a plan [K, C] the layer type and the recompute option that it counts."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property

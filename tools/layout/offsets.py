@@ -212,7 +212,7 @@ def remedy(recipe: Recipe) -> str:
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """Return the inputs on which a layout file depends: the values of the recipe that the models of time and memory
-    read, and the version of these models. The cluster is not included.
+    read, and the version of these models. The cluster is not one of the inputs of a layout file.
     """
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}

@@ -131,7 +131,7 @@ class NothingFits(RecipeError):
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
-    read. The memory limit is reduced by `margin`, by default the known error of the memory model.
+    read. The memory limit is reduced by `margin`, whose default is the known error of the memory model.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.

@@ -108,7 +108,7 @@ def as_operations(table: np.ndarray) -> list[Op]:
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
     """Return two dictionaries with the neighbours of each (chunk, stage) in the model: the first dictionary gives the
-    previous (chunk, stage), and the second dictionary gives the next.
+    previous (chunk, stage), and the second dictionary gives the next (chunk, stage).
     """
     walks = []
     for chunk in range(chunks):

@@ -218,8 +218,8 @@ def times(*parts: tuple[Powers, int]) -> Powers:
 
 
 def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after it was multiplied by the number of ranks
-    along each of `axes`, raised to `power`.
+    """Return how a value is distributed over the ranks (its spread) after a multiplication by the number of ranks along
+    each of `axes`, to the power of `power`.
     """
     return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
 
