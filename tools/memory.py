@@ -72,8 +72,8 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the memory that the job may use, as far as the model's known error
-    allows a statement.
+    """Return whether a predicted peak fits into the memory that the job may use; the answer may be unknown because of
+    the memory model's known error.
     """
     return fit_between(peak, peak, room.cap, room.bytes)
 
@@ -81,9 +81,9 @@ def verdict(peak: float, room: Room) -> str:
 def explain(
     recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
 ) -> list[Proposal]:
-    """Return changes of the recipe that free memory, the best first: changes after which it fits, sorted by step time,
-    then changes after which it might fit, then all others, sorted by freed memory. Pairs of changes are tried only if
-    no single change makes the recipe fit.
+    """Return changes to the recipe that free memory, the best changes first. First come changes after which the recipe
+    fits (sorted by step time), then changes after which it might fit, and then all other changes (sorted by freed
+    memory). Pairs of changes are tried only if no single change makes the recipe fit.
 
     Args:
         terms: the measured factors of the predicted memory.
@@ -223,8 +223,8 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, and then the parts and modules that hold the bytes at the peak of the stage with the
-    most memory.
+    """Print a table row for each stage. For the stage that needs the most memory, also print the bytes of each part and
+    module at the peak.
     """
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
@@ -274,7 +274,9 @@ def _share(more: float | None) -> str:
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
-    """Print a row for each proposed change of the recipe, the best first, with the keys to change below it."""
+    """Print a table row for each proposed change to the recipe, the best change first, followed by the keys to
+    change.
+    """
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:
@@ -357,7 +359,8 @@ def memory(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Predict the memory of a device of each stage of RECIPE, in seconds and without compiling it.
+    """Predict how much memory a device of each pipeline stage of RECIPE needs, within seconds and without compiling the
+    recipe.
 
     \b
     tc3 memory recipes/telechat3_438b/pretrain_4k.yaml

@@ -1,5 +1,5 @@
 """This module is the command `tc3 doctor`. The command reports whether this host is fit for training, or which hosts of
-a cluster are not.
+a cluster are not fit for training.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ class Seat:
 
 @dataclass
 class Member:
-    """A `Member` is the process of one worker of the probe, with the reason if the worker no longer answers."""
+    """A `Member` is the process of one worker of the probe. The field `failed` holds the reason if the worker no longer
+    answers.
+    """
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -223,8 +225,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker at each of the given places and measure their speeds in the given number of rounds. Files are
-    written below `folder`.
+    """Start a worker at each of the given places and measure their speeds in the given number of rounds. The workers
+    write the files of the disk measurement below `folder`.
 
     After Ctrl-C or SIGTERM, the processes of the workers end before this process.
     """

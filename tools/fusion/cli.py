@@ -95,8 +95,8 @@ def fusion(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Report which operators of RECIPE MindSpore would fuse into kernels of DVM, and the HBM traffic and time that this
-    saves.
+    """Report which operators of RECIPE MindSpore would fuse into kernels of DVM (the library that makes fused kernels),
+    and the HBM traffic and time that this saves.
 
     \b
     tc3 fusion recipes/telechat3_438b/pretrain_4k.yaml

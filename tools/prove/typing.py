@@ -65,7 +65,7 @@ class Closure:
 
 @dataclass(frozen=True)
 class Sum:
-    """A `Sum` describes the variable in which a weight's gradient is accumulated over micro-batches."""
+    """A `Sum` describes the parameter in which a weight's gradient is accumulated over micro-batches."""
 
     weight: str
 
@@ -213,7 +213,7 @@ class Typing:
             )
 
     def again(self, settled: Mapping[tuple[str, int], tuple[Dim, ...]]) -> Typing:
-        """Return a new `Typing` of the same graph, in which some values with loose pieces have the given dimensions."""
+        """Return a new `Typing` of the same graph with the given dimensions of some values with loose pieces."""
         return Typing(self.graph, self.mesh, self.parameter, self.ranks_of, self.peers, self.received, settled)
 
     def _to_divide(self, over: frozenset[str], values: Sequence[Value]) -> frozenset[str]:
@@ -294,7 +294,7 @@ class Typing:
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
     def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
-        """Return the operators whose values an operator takes, also those of the calling graph."""
+        """Return the operators whose results are inputs of an operator, including operators of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
         for text in arguments_of(node.head):
             own, parameter = frame, _PARAMETER.fullmatch(text)
@@ -411,8 +411,8 @@ class Typing:
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return the operators of whose results the distribution over the ranks could not be determined, each with the
-        reason.
+        """Return the operators for which the distribution of the result over the ranks could not be determined, with
+        the reasons.
         """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
@@ -439,8 +439,8 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return how the losses that the run reports are distributed over the ranks (their spreads); losses that are
-        equal on all ranks are left out.
+        """Return how the losses that the run reports are distributed over the ranks (their spreads); a loss that is
+        equal on all ranks is left out.
         """
         found = []
         for node in self.graph.graphs[self.graph.root]:
@@ -451,8 +451,8 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the operators from which a value of the root graph directly comes: the last collectives, and the
-        operators in between that only pass the value on.
+        """Return the last collectives before a value of the root graph, and the operators between them and the
+        value.
         """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()
@@ -463,8 +463,8 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return a text by which a person finds an operator: its name, its number, and its line of Python or
-        its cell.
+        """Return a text that helps a person to find an operator: its name, its number, and its line in the Python
+        source.
         """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"

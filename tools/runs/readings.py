@@ -44,7 +44,7 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 @dataclass
 class Readings:
     """A `Readings` holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a
-    resumed run repeats steps, the new records replace the old ones.
+    resumed run repeats steps, the new records replace the old records of these steps.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class Readings:
         return self.steps[max(self.steps)] if self.steps else {}
 
     def tokens_per_second(self) -> float | None:
-        """Return the median number of tokens per second over the steps since the last start of the workers, without the
-        first of these steps, in which the graph is compiled.
+        """Return the median number of tokens per second over the steps since the last start of the workers. The first
+        step after the start does not count, because it includes compiling the graph.
         """
         numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
         speeds = [
@@ -103,9 +103,8 @@ class Evaluation:
 
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
-    run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
-    because the run repeats those steps.
+    """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. If a resumed
+    run repeats steps, the new records replace the older records of these steps.
     """
     kept: dict[int, Evaluation] = {}
     for one in filter(None, map(evaluation_of, Follower(held_out_file(run_dir)).records())):
@@ -114,7 +113,9 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
-    """Return the held-out losses in one record of an evaluation file; None if no run writes a record of this form."""
+    """Return the held-out losses in one record of an evaluation file; return None if the record does not have the
+    expected form.
+    """
     corpora = record.get("corpora", {})
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= _MOST_STEPS or not _is_number(record.get("held_out_loss")):
@@ -124,8 +125,8 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return the perplexity, which is the exponential of a loss in nats; infinity if it is too large for a float, and
-    None if the loss is None.
+    """Return the perplexity, which is the exponential of a loss in nats; return infinity if it is too large for a
+    float, and None if the loss is None.
     """
     if loss is None or math.isnan(loss):
         return None
@@ -141,8 +142,8 @@ def loss_in_words(loss: float | None) -> str:
 
 
 class Follower:
-    """A `Follower` reads the complete lines that a JSON-lines file has gained since the last call, without the lines
-    that an attempt has written too late (`plugins.lines.Newest`).
+    """A `Follower` reads the complete lines that were appended to a JSON-lines file since the last call. A `Follower`
+    leaves out lines that an old attempt wrote after a newer attempt had begun.
     """
 
     def __init__(self, file: Path, newest: int | None = None):
@@ -159,8 +160,8 @@ class Follower:
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records that were added since the last call, each when it is read, for files that are too large for
-        memory.
+        """Yield one by one the records that were added since the last call, so that files larger than memory can be
+        read.
         """
         if not self.file.exists():
             return
@@ -176,8 +177,8 @@ class Follower:
 
 
 class Steps(Follower):
-    """A `Steps` reads the new lines of a metrics file at each call; lines of a form that no run writes are left out and
-    listed in `faults`.
+    """A `Steps` reads the new lines of a metrics file at each call; lines that do not have the expected form are left
+    out and listed in `faults`.
 
     Such lines (with a text in place of a number, a negative time or a time in the future) would lead to wrong tables
     that look right.
@@ -188,9 +189,7 @@ class Steps(Follower):
         self.faults: list[str] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records that were added to the metrics file since the last call and that have the form of a run's
-        records.
-        """
+        """Yield the records that were added to the metrics file since the last call and have the expected form."""
         for record in super().records():
             if fault := _fault_of(record):
                 self.faults.append(fault)
@@ -235,8 +234,8 @@ def _parse(line: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training): sentences about
-    slow ranks, sentences about what the probes cannot show, and the number of compared ranks (None without probes).
+    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training). A `Slow` holds
+    sentences about slow ranks, sentences about the limits of the probes, and the number of compared ranks.
     """
 
     compared: int | None
@@ -363,8 +362,8 @@ class Part:
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
-        """Return the median number of seconds of a step in this part of the run, without its first step, in which the
-        graph is compiled.
+        """Return the median number of seconds of a step in this part of the run. The first step does not count, because
+        it includes compiling the graph.
         """
         seconds = [value for value in self["seconds"][1 : USUAL_OF + 1] if value > 0]
         return median(seconds) if seconds else None
@@ -383,7 +382,7 @@ class Run:
 
     def usual(self, part: Part | None = None) -> float | None:
         """Return the median number of seconds of a step in one part of the run, or in the newest part with enough steps
-        if this part has too few.
+        if the requested part has too few steps.
         """
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
@@ -396,7 +395,7 @@ def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Return the recipe in RUN/recipe.yaml; None if the file does not exist or cannot be read."""
+    """Return the recipe in RUN/recipe.yaml; return None if the file does not exist or cannot be read."""
     try:
         return load_recipe(folder / "recipe.yaml")
     except (TC3Error, OSError):
@@ -418,7 +417,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return the content of those files of a run's folder that the reports about the run need.
+    """Read the files of a run's folder that reports about the run need, and return their content.
 
     Raises:
         DataError: as in `check_folder`.

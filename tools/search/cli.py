@@ -141,7 +141,9 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """A `SearchOrCommand` is the group `tc3 search`, which passes a recipe on to `tc3 search RECIPE`."""
+    """A `SearchOrCommand` is the command group `tc3 search`. If the first argument of the command is a recipe, the
+    group runs the search for this recipe.
+    """
 
     of_recipe = space_command
 

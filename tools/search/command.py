@@ -42,10 +42,12 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """An `OfGroup` is a click command that prints the help of its command group instead of its own."""
+    """An `OfGroup` is a command (of the library `click`) that prints the help of its command group instead of its own
+    help.
+    """
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the same help as the command's group."""
+        """Write the help of the command group instead of the help of this command."""
         assert ctx.parent
         ctx.parent.command.format_help(ctx.parent, formatter)
 

@@ -209,8 +209,8 @@ def calibrate_command(
 
 def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: str) -> tuple[str, str]:
     """Return the text of a cluster file called `name` whose efficiencies are fitted to measured steps, and a sentence
-    about the fit. The fit starts with the efficiencies of `cluster_name`, by default those of the default cluster, or
-    of the host itself for a profile of a CPU run.
+    about the fit. The fit starts with the efficiencies of `cluster_name`. The default of `cluster_name` is the default
+    cluster, or the host itself for a profile of a CPU run.
 
     Raises:
         DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.

@@ -158,8 +158,8 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
 @file_size_option
 @salvage_option
 def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size: float, salvage: bool) -> None:
-    """Add the adapters that plugins.lora trained to the weights of CHECKPOINT, an iteration of a run, and write weights
-    of the model without adapters.
+    """Merge the LoRA adapters in CHECKPOINT (an iteration of a run with plugins.lora) into its weights, and write the
+    weights of a model without adapters.
 
     TO is a folder that does not exist yet. A new run in any layout can start from TO (--set checkpoint.load_path=TO),
     and tc3 weights convert can convert TO to Hugging Face's form. The optimizer's state is left out.

@@ -47,8 +47,8 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def stretched_as_telechat3(sizes: Sizes) -> bool:
-    """Return whether the model's RoPE is scaled in the same way as that of TeleChat3's public weights, which Hugging
-    Face's Llama classes cannot compute.
+    """Return whether the model's RoPE is scaled as in TeleChat3's public weights. Hugging Face's Llama classes cannot
+    compute this scaling.
     """
     scaling = sizes.hf.get("rope_scaling") or {}
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
