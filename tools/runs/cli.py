@@ -286,7 +286,7 @@ class Exporter:
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """Report where the time of runs went and why they failed, or follow a run that is in progress."""
+    """Report how runs spent their time and why they failed, or follow a run that is in progress."""
 
 
 @runs.command(
