@@ -141,9 +141,7 @@ class Instance:
 
     @cached_property
     def least_layers(self) -> int:
-        """Return the smallest number of layers of each model chunk except the first and the last: 1 if there are enough
-        layers, and 0 otherwise.
-        """
+        """Return how many layers a chunk between the first and the last must have: 1 if there are enough, else 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
 
     @cached_property
