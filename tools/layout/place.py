@@ -231,7 +231,7 @@ def screen(
     """Return a placement of the layers of `config` that is computed in a fraction of a second, with a lower bound on
     the step time of all placements. Layers are placed only if the lower bound is below `beat` seconds. The bound holds
     only for placements whose step takes less than `beat` seconds. At most `effort` units of work are spent on the lower
-    bound for undivided layers. The field `Placement.spent` holds the number of units spent.
+    bound for undivided layers. The result's field `Placement.spent` holds how many units of work this bound took.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     every = all_ways(config, model, groups)

@@ -182,8 +182,8 @@ class _Runner(Runs):
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:
-        """Train the baseline if the user named it; return a list with one failed result if the training fails,
-        otherwise an empty list.
+        """Train the baseline because the user asked for the strategy `baseline`. Return a list with one failed result
+        if the training fails, otherwise an empty list.
         """
         try:
             self.run(BASELINE, Variant())
