@@ -24,7 +24,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
-              help="Compare RECIPE with Hugging Face's DeepseekV3 (hf; needs torch) or with this other recipe.")  # fmt: skip
+              help="Compare RECIPE with Hugging Face's DeepseekV3 (needs torch) or with this recipe.")  # fmt: skip
 @click.option(
     "--steps", default=20, show_default=True, type=Number("curve_steps"), help="Train and compare this many steps."
 )
