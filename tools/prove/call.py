@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tools.dryrun.graph_text import Node, TensorType, listed
+from tools.dryrun.graph_text import Node, TensorType, arguments_of, listed
 from tools.prove import moves, places
 from tools.prove.places import TRIED
 from tools.prove.spread import Alike, Certain, Dim, NotKnown, Spread, Zeros, placements, plain
 
+WAITS = frozenset(("UpdateState",))  # operators without a value
+_SUMS = ("ReduceMean", "ReduceSum", "MeanExt", "SumExt")
 _STRATEGY = re.compile(r"in_strategy: \((.*?\))\)")  # of each argument, over how many ranks each dimension is cut
 
 
@@ -209,6 +211,40 @@ def literal(text: str) -> Value:
     if text[:1] in "([" and text:
         return tuple(literal(part) for part in listed(text[1:-1]) if part)
     return None
+
+
+def operands_of(node: Node) -> Sequence[int]:
+    """Return the operators whose results an operator uses, without the operators for which it only waits."""
+    if node.op == "Depend":
+        return () if node.value is None else (node.value,)
+    return () if node.op in (*WAITS, "Receive") else node.operands
+
+
+def is_only_averaged(nodes: Sequence[Node], number: int) -> bool:
+    """Return whether an AllGather takes one element of dimension 0 from each rank, and all operators that use its
+    result only add these elements up or average them. The order of the ranks in its group then does not matter.
+    """
+    gather, todo, summed = nodes[number], [number], False
+    if not gather.inputs or gather.inputs[0].shape[:1] != (1,):
+        return False
+    while todo:
+        own = todo.pop()
+        shape = nodes[own].outputs[0].shape
+        place = next((at for at, size in enumerate(shape) if size != 1), 0)
+        for user, node in enumerate(nodes):
+            if own not in operands_of(node):
+                continue
+            if node.op in ("Reshape", "Depend"):
+                sizes = [size for size in node.outputs[0].shape if size != 1]
+                if sizes != [size for size in shape if size != 1]:
+                    return False
+                todo.append(user)
+                continue
+            over = literal(arguments_of(node.head)[1]) if node.op in _SUMS else ()
+            if place not in (over if isinstance(over, tuple) else (over,)):
+                return False
+            summed = True
+    return summed
 
 
 class Rule(NamedTuple):

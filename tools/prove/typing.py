@@ -21,13 +21,12 @@ from typing import Any
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.prove import moves
-from tools.prove.call import Call, Value, literal
+from tools.prove.call import WAITS, Call, Value, is_only_averaged, literal, operands_of
 from tools.prove.mesh import COLLECTIVES, Mesh, Peers
 from tools.prove.rules import RULES, apply, divisor_of
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, Uncertain, plain
 
 ADDED = "accu_grads."
-_WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
@@ -167,7 +166,7 @@ class Typing:
         try:
             if node.calls:
                 return self._call(frame, node)
-            if node.op in _WAITS:
+            if node.op in WAITS:
                 return None
             if node.op == "Receive":
                 return self._receive(node)
@@ -190,7 +189,8 @@ class Typing:
                 self.divided |= self._to_divide(uneven.over, values)
                 raise NotKnown(uneven.says)
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
-            axes = self.axes_of(node) if node.op in COLLECTIVES else ()
+            any_order = node.op == "AllGather" and is_only_averaged(self.graph.graphs[frame.name], number)
+            axes = self.axes_of(node, any_order) if node.op in COLLECTIVES else ()
             self._require_mean(frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             names = tuple(map(frame.named, arguments))
@@ -417,15 +417,15 @@ class Typing:
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
-    def axes_of(self, node: Node) -> tuple[str, ...]:
+    def axes_of(self, node: Node, any_order: bool = False) -> tuple[str, ...]:
         """Return the axes of the device mesh that make up a collective's group; neighbouring ranks of the group differ
-        along the last of these axes.
+        along the last of these axes. The group must have its ranks in rising order, except with `any_order`.
         """
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
             raise NotKnown(f"it uses group {group!r}, whose ranks are unknown")
-        if node.op != "AllReduce" and list(ranks) != sorted(ranks):
+        if node.op != "AllReduce" and not any_order and list(ranks) != sorted(ranks):
             raise Contradiction(
                 f"its group has ranks {', '.join(map(str, ranks[:4]))} in this order, but pieces are in the order of "
                 "their ranks"
@@ -486,13 +486,6 @@ class Typing:
         factor = self.graph.graphs[frame.name][node.operands[0]]
         scopes = [each.scope for each in (factor, node) if _OF_THE_LOSS in each.scope and each.op in ("Mul", "Muls")]
         return self.repeats.get(scopes[0].rpartition("/")[0], frozenset()) if scopes else frozenset()
-
-
-def operands_of(node: Node) -> Sequence[int]:
-    """Return the operators whose results an operator uses, without the operators for which it only waits."""
-    if node.op == "Depend":
-        return () if node.value is None else (node.value,)
-    return () if node.op in (*_WAITS, "Receive") else node.operands
 
 
 def _direction(node: Node) -> Direction:
