@@ -27,6 +27,7 @@ from tools.dryrun.scale import Scale, judge_scale
 from tools.prove.everywhere import remains
 from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
+from tools.prove.places import in_common
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Direction, Failure, Typing
 
@@ -168,7 +169,7 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
     A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
     its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
-    stage must then send values with these spreads.
+    stage must then send values with these spreads, for some possible places of loose pieces.
     """
     received: dict[Direction, Spread] = {}
     while True:
@@ -177,14 +178,18 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
         for typing in found:
             for direction, spreads in typing.sent().items():
                 sent.setdefault(direction, set()).update(spreads)
-        new = {direction: min(spreads, key=str) for direction, spreads in sent.items() if direction not in received}
+        new = {
+            direction: in_common(spreads) or min(spreads, key=str)
+            for direction, spreads in sent.items()
+            if direction not in received
+        }
         if not new:
             break
         received |= new
     return found, [
         f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
         for (direction, shape), spreads in sent.items()
-        if len(spreads) > 1
+        if in_common(spreads) is None
     ]
 
 
