@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plugins.semi_auto_cpu.ranks import WORLD
@@ -305,6 +305,15 @@ def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
     return found
 
 
+def _walked(stage: Stage, weight: Weight, wrong: Sequence[str]) -> Weight:
+    """Return the verdict on a weight, which is wrong if a sentence of the dry run's walk says so of the weight, on this
+    rank or on all stages.
+    """
+    starts = (f"{weight.name}: ", f"rank {stage.rank} (stage {stage.stage}): {weight.name}: ")
+    told = [each.removeprefix(starts[1]).removeprefix(starts[0]) for each in wrong if each.startswith(starts)]
+    return replace(weight, verdict=WRONG, why=told[0]) if told and weight.verdict != WRONG else weight
+
+
 def report_of(
     recipe: str,
     results: Sequence[Mapping[str, Any]],
@@ -324,7 +333,6 @@ def report_of(
             accumulation.
         per: the number of devices of one stage. all_: the number of devices of the compiled recipe.
     """
-    weights = [weight for stage in stages for weight in stage.weights]
     gradients = gradients_report(results)
     scale = scale_report(results, micro_batches, per)
     problems = list(differ)
@@ -337,7 +345,10 @@ def report_of(
         for weight in stage.weights
         if weight.verdict == WRONG
     ]
-    problems += [each for each in gradients["wrong"] + scale["wrong"] if each not in problems]
+    walked = gradients["wrong"] + scale["wrong"]
+    problems += [each for each in walked if each not in problems]
+    stages = [replace(stage, weights=[_walked(stage, each, walked) for each in stage.weights]) for stage in stages]
+    weights = [weight for stage in stages for weight in stage.weights]
     missing: Counter[str] = Counter()
     for stage in stages:
         missing.update(stage.missing)

@@ -136,8 +136,8 @@ bool TakeElement(const CNodePtr &node, const FuncGraphPtr &root, const FuncGraph
   return true;
 }
 
-// A number for the group of a collective, by the distances of its ranks, that is alike on all ranks. The names of groups
-// are not: the group over an axis has another name on each of its lines.
+// A number for the group of a collective, by the distances of its ranks, that is alike on all ranks. The names of
+// groups are not: the group over an axis has another name on each of its lines.
 unsigned int GroupOrder(const mindspore::PrimitivePtr &primitive) {
   const auto group = primitive->GetAttr("group");
   if (group == nullptr || !group->isa<mindspore::StringImm>()) return 0;
