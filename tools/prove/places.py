@@ -20,8 +20,8 @@ def outside(axis: str, other: str) -> bool:
     MindSpore cuts a dimension over outer axes first. If an outer axis of the mesh follows an inner axis, the outer axis
     therefore most likely cuts the next dimension.
     """
-    names = (axis.partition("."), other.partition("."))
-    places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]
+    names = (axis.split("."), other.split("."))  # a part of an axis, such as cp.2, may be divided again: cp.2.1
+    places = [(-_INWARDS.index(kind), *map(int, parts)) for kind, *parts in names if kind in _INWARDS]
     return len(places) == 2 and places[0] > places[1]
 
 

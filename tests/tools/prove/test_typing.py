@@ -15,7 +15,7 @@ from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
-from tools.prove.places import total_of
+from tools.prove.places import outside, total_of
 from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
 from tools.prove.typing import Failure, Frame, Typing
@@ -379,6 +379,14 @@ def test_axes_are_cut_where_a_group_takes_a_part_of_them():
         mesh.of_group((2, 0))
     with pytest.raises(NotKnown, match="which is not a mesh"):
         mesh_of([("tp", 4), ("dp", 3)], [(0, 3)])
+
+
+def test_an_outer_axis_behind_an_inner_one_cuts_the_next_dimension_also_where_a_part_of_it_was_divided():
+    """Both pieces lie between the same extents, one of which may have them: the second begins the next dimension."""
+    for inner, outer in (("tp", "cp"), ("cp.1", "cp.2"), ("tp", "cp.2.1"), ("cp.2.1", "cp.2.2"), ("cp.2.2", "dp.1")):
+        assert outside(outer, inner) and not outside(inner, outer)
+        given = Spread(((4,), (inner,), (outer,), (8,)))
+        assert moves.reshape(given, (4, 1, 8)).dims == ((4,), (inner,), (outer, 8))
 
 
 def test_a_layout_is_a_spread():
