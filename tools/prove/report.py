@@ -169,27 +169,30 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
     A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
     its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
-    stage must then send values with these spreads, for some possible places of loose pieces.
+    stage must then send values with these spreads, for some possible places of loose pieces. If it is unknown how one
+    of the stages sends a value, it is unknown how all stages receive values of its direction and shape.
     """
-    received: dict[Direction, Spread] = {}
+    received, doubted = dict[Direction, Spread](), set[Direction]()
     while True:
         found = [each(received) for each in make]
         sent: dict[Direction, set[Spread]] = {}
+        unknown = set[Direction]()
         for typing in found:
-            for direction, spreads in typing.sent().items():
+            for direction, values in typing.sent().items():
+                spreads = {value for value in values if isinstance(value, Spread)}
                 sent.setdefault(direction, set()).update(spreads)
-        new = {
-            direction: in_common(spreads) or min(spreads, key=str)
-            for direction, spreads in sent.items()
-            if direction not in received
-        }
+                unknown |= {direction} if len(spreads) < len(values) else set()
+        left = {direction: spreads for direction, spreads in sent.items() if spreads and direction not in doubted}
+        new = {each: in_common(left[each]) or min(left[each], key=str) for each in left if each not in received}
         if not new:
-            break
-        received |= new
+            if not (wrong := unknown & received.keys()):
+                break
+            doubted |= wrong
+        received = {each: value for each, value in (received | new).items() if each not in doubted}
     return found, [
         f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
         for (direction, shape), spreads in sent.items()
-        if in_common(spreads) is None
+        if spreads and in_common(spreads) is None
     ]
 
 

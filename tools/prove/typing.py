@@ -354,11 +354,11 @@ class Typing:
             raise NotKnown(f"it is unknown how the other stage sends this value ({direction[0]})")
         return self.received[direction]
 
-    def sent(self) -> dict[Direction, set[Spread]]:
+    def sent(self) -> dict[Direction, set[Spread | Failure]]:
         """Return the spreads of the values that the root graph sends to other stages, by pass (forward or backward) and
-        shape; values whose spread is not known are left out.
+        shape; a value whose spread is not known has a failure instead.
         """
-        found: dict[Direction, set[Spread]] = defaultdict(set)
+        found: dict[Direction, set[Spread | Failure]] = defaultdict(set)
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.op != "Send":
                 continue
@@ -366,7 +366,7 @@ class Typing:
                 value = self.of(number if node.value is None else node.value)
             except (Contradiction, NotKnown):  # the report tells it with the weight
                 continue
-            if isinstance(value, Spread):
+            if isinstance(value, (Spread, Failure)):
                 found[_direction(node)].add(value)
         return found
 

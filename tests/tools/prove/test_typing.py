@@ -211,6 +211,21 @@ def test_what_no_stage_sends_is_unknown(tmp_path):
     assert "it is unknown how the other stage sends this value (backward)" in failed.why
 
 
+def test_what_one_of_the_stages_sends_in_an_unknown_way_is_unknown_to_all(tmp_path):
+    """A stage in the middle, of whose result nothing is known, would be taken to send what the first stage sends."""
+    middle = [node(10, "Mystery(%2)", T48, T48), node(11, "Send(%10)", T48, T48)]
+    last, first, other = (
+        graph("last", tmp_path, first=False),
+        graph("first", tmp_path),
+        graph("other", tmp_path, more=middle),
+    )
+    for reads, proven in (((first, last), True), ((first, other, last), False)):
+        found, differ = type_stages([lambda received, read=read: typing(read, received) for read in reads])
+        assert differ == [] and isinstance(found[0].of(2), Spread)
+        for each in (found[0], found[-1]):
+            assert isinstance(each.summed("w"), Spread) == proven
+
+
 def test_stages_that_send_differently_are_told(tmp_path):
     first, other = graph("first", tmp_path), graph("other", tmp_path)
     whole = {"inputs0": plain((4, 8))}
