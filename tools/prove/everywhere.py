@@ -55,7 +55,9 @@ class Placed(Typing):
 
     def _as_sums(self, call: Call) -> Iterator[Call]:
         """Yield the operator with one or more of its arguments as sums over their cut dimensions of one element."""
-        axes = frozenset(atom for dims in self.settled.values() for atom in _alone(dims))
+        axes = frozenset(
+            atom for dims in self.settled.values() for dim in dims for atom in dim if isinstance(atom, str)
+        )
         places = [place for place, x in enumerate(call.values) if _summed(x, axes) != x]
         for chosen in chain.from_iterable(combinations(places, count) for count in range(1, len(places) + 1)):
             values = [_summed(x, axes) if place in chosen else x for place, x in enumerate(call.values)]
@@ -73,6 +75,8 @@ def _summed(x: Value, axes: frozenset[str]) -> Value:
     """
     if isinstance(x, list):
         return [_summed(each, axes) for each in x]
+    if isinstance(x, Part):
+        return replace(x, whole=_summed(x.whole, axes))
     if not isinstance(x, Spread) or not (over := axes & _alone(x.dims)):
         return x
     dims = tuple(tuple(atom for atom in dim if atom not in over) for dim in x.dims)
