@@ -83,14 +83,23 @@ def one_graph(tmp_path, lines, given, sizes, more=""):
 
 def test_pieces_of_one_element_may_be_parts_of_a_sum_that_the_graph_does_not_show(tmp_path):
     """A sum over the heads of a rank, or over its samples, is no operator if a rank has one of them."""
-    t2, t3, gathers = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (4, 1, 8)>", "AllReduce({}) primitive_attrs: {}"
+    t2, t3, total = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (4, 1, 8)>", "AllReduce({}) primitive_attrs: {}"
     heads = [
         node(0, "Load(%para1_x, UMonad[U])", t2, t2),
         node(1, "Reshape(%0, (I64(4), I64(1), I64(8)))", f"{t2}, <null>", t3),
-        node(2, gathers.format("%1", '{group: "tp", op: "sum"}'), t3, t3),
+        node(2, total.format("%1", '{group: "tp", op: "sum"}'), t3, t3),
     ]
     own = one_graph(tmp_path, heads, {"x": Spread(((4,), ("tp", 8)))}, [("tp", 2)])
     assert own.of(2).loose and remains(own, lambda tried: tried.of(2)) is None
+    half, pair = "<Tensor[Float32], (2, 1, 8)>", "<Tuple[Tensor[Float32]*2], TupleShape((2, 1, 8), (2, 1, 8))>"
+    split = [
+        *heads[:2],
+        node(2, "PrimFunc_Split(%1, I64(0), I64(2))", f"{t3}, <null>, <null>", pair),
+        node(3, "TupleGetItem(%2, I64(0))", f"{pair}, <null>", half),
+        node(4, total.format("%3", '{group: "tp", op: "sum"}'), half, half),
+    ]
+    own = one_graph(tmp_path, split, {"x": Spread(((4,), ("tp", 8)))}, [("tp", 2)])
+    assert own.of(4).loose and remains(own, lambda tried: tried.of(4)) is None
     for add, what in (("PrimFunc_Add(%1, %para2_y)", t2), ("PrimFunc_AddN(%2)", f"<Tuple[{t2}*2]>")):
         summed = [
             node(0, "Load(%para1_x, UMonad[U])", t3, t3),
