@@ -17,7 +17,7 @@ from tools.prove import moves
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
 from tools.prove.places import outside, total_of
 from tools.prove.report import type_stages, typing_of
-from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
+from tools.prove.spread import Contradiction, NotKnown, Spread, _settled, joined, placements, plain, tidy
 from tools.prove.typing import Failure, Frame, Typing
 
 CUT = Spread((("dp", 4), (8,)))
@@ -402,6 +402,23 @@ def test_an_outer_axis_behind_an_inner_one_cuts_the_next_dimension_also_where_a_
         assert outside(outer, inner) and not outside(inner, outer)
         given = Spread(((4,), (inner,), (outer,), (8,)))
         assert moves.reshape(given, (4, 1, 8)).dims == ((4,), (inner,), (outer, 8))
+
+
+def test_a_sum_of_many_loose_pieces_is_refused_without_trying_all_pairs_of_their_places():
+    """Each of the 165 x 165 pairs of places was tried by the rule, and each operator took seconds."""
+    axes, calls = tuple(f"dp.{number}" for number in range(8)), []
+    one, other = (Spread((own, (), (), (8,)), loose=frozenset(axes)) for own in (axes, axes[::-1]))
+    assert len(list(placements(one))) == 165
+    with pytest.raises(Contradiction, match="dimension 0 is not cut equally"):
+        joined(one, other)
+
+    def refuse(first, second):
+        calls.append((first, second))
+        raise Contradiction("never")
+
+    with pytest.raises(Contradiction, match="never"):
+        _settled(refuse, one, other, equal=True)
+    assert len(calls) < 165 * 165 / 20
 
 
 def test_a_layout_is_a_spread():
