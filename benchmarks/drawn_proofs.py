@@ -10,7 +10,8 @@ pieces in the reverse order. Collectives are of one kind if they have the same o
 the ranks of the group. The layout is executed again with the fault, and the same fault is planted in the graphs. The
 proof should report a violation if and only if the run differs from one process. A line for each run tells both, and the
 exit code is 1 if a run differs and nothing is reported of its graphs, or the reverse. If weights only become unknown,
-the two do not agree.
+the two do not agree. A fault after which the global norm counts fewer weights once is told as a violation, although
+`tc3 prove` itself only prints how many weights the norm counts once, and ends with 0.
 """
 
 from __future__ import annotations

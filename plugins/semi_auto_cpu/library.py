@@ -283,9 +283,10 @@ class Library:
     def _event(self, told: dict[str, Any], outputs: Any) -> None:
         if told["event"] == "front_end_done":
             self._front_end_done()
-        elif told["event"] in ("group_size", "group_rank"):
+        elif told["event"] in ("group_size", "group_rank", "group_order"):
             assert self._ranks is not None, "C++ asks only after set_cluster"
-            answer = self._ranks.size_of if told["event"] == "group_size" else self._ranks.rank_in
+            answers = {"group_size": self._ranks.size_of, "group_rank": self._ranks.rank_in}
+            answer = answers.get(told["event"], self._ranks.order_of)
             ctypes.cast(outputs[0], ctypes.POINTER(ctypes.c_uint))[0] = answer(told["group"])
         else:
             self._missing(told["nodes"])

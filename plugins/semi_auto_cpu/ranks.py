@@ -11,6 +11,7 @@ sliced wrongly with wrong ranks.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, combinations
@@ -82,6 +83,14 @@ class Ranks:
         """
         self.places[group] = self.known(group).index(self.rank)
         return self.places[group]
+
+    def order_of(self, group: str) -> int:
+        """Return a number that depends only on the distances of a group's ranks from its first rank. All ranks put
+        collectives of different groups into one order by this number. The number of a group whose ranks are unknown is
+        0.
+        """
+        ranks = self.ranks_of(group) or ()
+        return zlib.crc32("-".join(str(rank - ranks[0]) for rank in ranks).encode())
 
     def known(self, group: str) -> tuple[int, ...]:
         """Return the global ranks of a group; raise ClusterError if these ranks are not known.

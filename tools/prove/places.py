@@ -4,10 +4,12 @@ module tries every dimension in which a loose piece may lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice, product
+from typing import Any
 
-from tools.prove.spread import Contradiction, Spread, placements
+from tools.prove.spread import Contradiction, NotKnown, Spread, Uncertain, placements
 
 TRIED = 1_000  # places of loose pieces; of many values, there are too many for all
 _INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
@@ -18,8 +20,8 @@ def outside(axis: str, other: str) -> bool:
     MindSpore cuts a dimension over outer axes first. If an outer axis of the mesh follows an inner axis, the outer axis
     therefore most likely cuts the next dimension.
     """
-    names = (axis.partition("."), other.partition("."))
-    places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]
+    names = (axis.split("."), other.split("."))  # a part of an axis, such as cp.2, may be divided again: cp.2.1
+    places = [(-_INWARDS.index(kind), *map(int, parts)) for kind, *parts in names if kind in _INWARDS]
     return len(places) == 2 and places[0] > places[1]
 
 
@@ -61,6 +63,33 @@ def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequenc
             first = first or error
     assert first
     raise first
+
+
+def in_common(given: Iterable[Spread]) -> Spread | None:
+    """Return the spread that several values have in common, for some possible places of their loose pieces (pieces
+    whose dimension is not known yet). Return None if they are distributed differently for all places.
+    """
+    first, *others = sorted(given, key=lambda x: (len(x.loose), str(x)))
+    if any(replace(x, dims=first.dims, loose=first.loose) != first for x in others):
+        return None
+    ways = [{one.dims for one in islice(placements(x), TRIED)} for x in others]
+    return next((one for one in islice(placements(first), TRIED) if all(one.dims in own for own in ways)), None)
+
+
+def total_of(given: Sequence[Any]) -> Spread:
+    """Return how the sum of the values that micro-batches add is distributed over the ranks (its spread).
+
+    Raises:
+        Contradiction: the values are distributed differently. NotKnown: whether they are depends on the places of loose
+            pieces, or they are not tensors.
+    """
+    if not all(isinstance(x, Spread) for x in given):
+        raise NotKnown("micro-batches add values that are not tensors")
+    if found := in_common(given):
+        return found
+    wrong = f"micro-batches add {' and '.join(sorted(map(str, given)))}"
+    loose = frozenset[str]().union(*(x.loose for x in given))
+    raise Uncertain(wrong, loose) if loose else Contradiction(wrong)
 
 
 def _equal_placements(given: Sequence[Spread]) -> Iterator[Sequence[Spread]]:

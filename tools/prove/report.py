@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plugins.semi_auto_cpu.ranks import WORLD
@@ -27,6 +27,7 @@ from tools.dryrun.scale import Scale, judge_scale
 from tools.prove.everywhere import remains
 from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
+from tools.prove.places import in_common
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Direction, Failure, Typing
 
@@ -168,23 +169,30 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
 
     A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
     its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
-    stage must then send values with these spreads.
+    stage must then send values with these spreads, for some possible places of loose pieces. If it is unknown how one
+    of the stages sends a value, it is unknown how all stages receive values of its direction and shape.
     """
-    received: dict[Direction, Spread] = {}
+    received, doubted = dict[Direction, Spread](), set[Direction]()
     while True:
         found = [each(received) for each in make]
         sent: dict[Direction, set[Spread]] = {}
+        unknown = set[Direction]()
         for typing in found:
-            for direction, spreads in typing.sent().items():
+            for direction, values in typing.sent().items():
+                spreads = {value for value in values if isinstance(value, Spread)}
                 sent.setdefault(direction, set()).update(spreads)
-        new = {direction: min(spreads, key=str) for direction, spreads in sent.items() if direction not in received}
+                unknown |= {direction} if len(spreads) < len(values) else set()
+        left = {direction: spreads for direction, spreads in sent.items() if spreads and direction not in doubted}
+        new = {each: in_common(left[each]) or min(left[each], key=str) for each in left if each not in received}
         if not new:
-            break
-        received |= new
+            if not (wrong := unknown & received.keys()):
+                break
+            doubted |= wrong
+        received = {each: value for each, value in (received | new).items() if each not in doubted}
     return found, [
         f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
         for (direction, shape), spreads in sent.items()
-        if len(spreads) > 1
+        if spreads and in_common(spreads) is None
     ]
 
 
@@ -300,6 +308,15 @@ def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devic
     return found
 
 
+def _walked(stage: Stage, weight: Weight, wrong: Sequence[str]) -> Weight:
+    """Return the verdict on a weight, which is wrong if a sentence of the dry run's walk says so of the weight, on this
+    rank or on all stages.
+    """
+    starts = (f"{weight.name}: ", f"rank {stage.rank} (stage {stage.stage}): {weight.name}: ")
+    told = [each.removeprefix(starts[1]).removeprefix(starts[0]) for each in wrong if each.startswith(starts)]
+    return replace(weight, verdict=WRONG, why=told[0]) if told and weight.verdict != WRONG else weight
+
+
 def report_of(
     recipe: str,
     results: Sequence[Mapping[str, Any]],
@@ -319,7 +336,6 @@ def report_of(
             accumulation.
         per: the number of devices of one stage. all_: the number of devices of the compiled recipe.
     """
-    weights = [weight for stage in stages for weight in stage.weights]
     gradients = gradients_report(results)
     scale = scale_report(results, micro_batches, per)
     problems = list(differ)
@@ -332,7 +348,10 @@ def report_of(
         for weight in stage.weights
         if weight.verdict == WRONG
     ]
-    problems += [each for each in gradients["wrong"] + scale["wrong"] if each not in problems]
+    walked = gradients["wrong"] + scale["wrong"]
+    problems += [each for each in walked if each not in problems]
+    stages = [replace(stage, weights=[_walked(stage, each, walked) for each in stage.weights]) for stage in stages]
+    weights = [weight for stage in stages for weight in stage.weights]
     missing: Counter[str] = Counter()
     for stage in stages:
         missing.update(stage.missing)

@@ -318,10 +318,15 @@ def _of_equal_rows(one: Dim, other: Dim) -> bool:
     return equal and extent(one) == extent(other)
 
 
-def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread) -> Spread:
-    """Return the result of a rule for the first places of loose pieces for which there is one."""
+def _settled(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spread, equal: bool = False) -> Spread:
+    """Return the result of a rule for the first places of loose pieces for which there is one. If `equal`, the rule
+    refuses all places with unequal dimensions, so that these need not be tried.
+    """
     first: Contradiction | None = None
-    for one, two in product(placements(x), placements(y)):
+    every = [[(each, tuple(map(tidy, each.dims))[::-1]) for each in placements(v)] for v in (x, y)]
+    for (one, dims), (two, others) in product(*every):
+        if first and equal and any(a != b and a and b for a, b in zip(dims, others, strict=False)):
+            continue
         try:
             return rule(one, two)
         except Contradiction as error:
@@ -388,7 +393,8 @@ def joined(x: Spread, y: Spread) -> Spread:
             found.append(first or second)
         return Spread(checked(tuple(found), one, two))
 
-    found = _settled(join, x, y)
+    has_rows = any(isinstance(atom, Rows) for v in (x, y) for dim in v.dims for atom in dim)
+    found = _settled(join, x, y, not has_rows)
     return replace(found, loose=(x.loose | y.loose) & (found.holes | x.partial | y.partial))
 
 

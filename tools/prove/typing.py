@@ -23,6 +23,7 @@ from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tenso
 from tools.prove import moves
 from tools.prove.call import WAITS, Call, Value, is_only_averaged, literal, operands_of
 from tools.prove.mesh import COLLECTIVES, Mesh, Peers
+from tools.prove.places import total_of
 from tools.prove.rules import RULES, apply, divisor_of
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, Uncertain, plain
 
@@ -195,7 +196,7 @@ class Typing:
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
-            found = apply(call) if self.mesh.sizes else self._undivided(call)
+            found = self.applied(call)
             self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
@@ -212,9 +213,9 @@ class Typing:
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
 
-    def again(self, settled: Mapping[tuple[str, int], tuple[Dim, ...]]) -> Typing:
-        """Return a new `Typing` of the same graph with the given dimensions of some values with loose pieces."""
-        return Typing(self.graph, self.mesh, self.parameter, self.ranks_of, self.peers, self.received, settled)
+    def applied(self, call: Call) -> Value:
+        """Return the result of an operator, by its rule."""
+        return apply(call) if self.mesh.sizes else self._undivided(call)
 
     def _to_divide(self, over: frozenset[str], values: Sequence[Value]) -> frozenset[str]:
         """Return the axes of which one may stand for several, if the constants of an operator do not grow evenly.
@@ -353,11 +354,11 @@ class Typing:
             raise NotKnown(f"it is unknown how the other stage sends this value ({direction[0]})")
         return self.received[direction]
 
-    def sent(self) -> dict[Direction, set[Spread]]:
+    def sent(self) -> dict[Direction, set[Spread | Failure]]:
         """Return the spreads of the values that the root graph sends to other stages, by pass (forward or backward) and
-        shape; values whose spread is not known are left out.
+        shape; a value whose spread is not known has a failure instead.
         """
-        found: dict[Direction, set[Spread]] = defaultdict(set)
+        found: dict[Direction, set[Spread | Failure]] = defaultdict(set)
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.op != "Send":
                 continue
@@ -365,7 +366,7 @@ class Typing:
                 value = self.of(number if node.value is None else node.value)
             except (Contradiction, NotKnown):  # the report tells it with the weight
                 continue
-            if isinstance(value, Spread):
+            if isinstance(value, (Spread, Failure)):
                 found[_direction(node)].add(value)
         return found
 
@@ -384,9 +385,7 @@ class Typing:
             raise NotKnown(f"no operator is known that adds to the gradient of {weight}")
         if failed := next((each for each in found if isinstance(each, Failure)), None):
             return failed
-        if len(set(found)) > 1:
-            raise Contradiction(f"micro-batches add {' and '.join(map(str, set(found)))}")
-        return found[0]
+        return found[0] if all(each == found[0] for each in found) else total_of(found)
 
     def _argument(self, frame: Frame, text: str, types: str) -> Value:
         if number := re.fullmatch(r"%(\d+)", text):

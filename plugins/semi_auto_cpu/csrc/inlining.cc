@@ -8,10 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "host.h"
 #include "ir/func_graph_cloner.h"
 #include "ir/graph_utils.h"
 #include "ir/scope.h"
 #include "mindspore/include/custom_pass_api.h"
+#include "text.h"
 
 namespace tc3 {
 namespace {
@@ -133,6 +135,18 @@ bool TakeElement(const CNodePtr &node, const FuncGraphPtr &root, const FuncGraph
   (void)manager->Replace(node, WithDepends(element, waits, root));
   return true;
 }
+
+// A number for the group of a collective, by the distances of its ranks, that is alike on all ranks. The names of
+// groups are not: the group over an axis has another name on each of its lines.
+unsigned int GroupOrder(const mindspore::PrimitivePtr &primitive) {
+  const auto group = primitive->GetAttr("group");
+  if (group == nullptr || !group->isa<mindspore::StringImm>()) return 0;
+  unsigned int number = 0;
+  void *outputs[] = {&number};
+  const auto name = Quoted(mindspore::GetValue<std::string>(group));
+  CallHost("{\"event\":\"group_order\",\"group\":" + name + "}", nullptr, outputs);
+  return number;
+}
 }  // namespace
 
 void InlineCalls(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
@@ -156,12 +170,12 @@ void InlineCalls(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
 // The backend chooses an order among nodes that do not depend on each other by all nodes of a graph: a rank whose graph
 // lacks one (x - 0 is x) may choose another order than its peers. Each then waits in a collective that the other has
 // not reached, because one thread runs them. The order here follows from what is alike on all ranks: how many
-// collectives a collective has to wait for, one after another, and its place in the model; among collectives that are
-// equal in both, from the order of uses. In a pipeline the schedule decides what waits for a Receive, and this order
-// does not know it.
+// collectives a collective has to wait for, one after another, its place in the model, its operator and shape, and the
+// distances between the ranks of its group; among collectives that are equal in all of these, from the order of uses.
+// In a pipeline the schedule decides what waits for a Receive, and this order does not know it.
 void OrderCollectives(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
   std::map<AnfNodePtr, int64_t> levels;
-  std::vector<std::pair<std::tuple<int64_t, std::string, std::string>, CNodePtr>> found;
+  std::vector<std::pair<std::tuple<int64_t, std::string, std::string, unsigned int>, CNodePtr>> found;
   for (const auto &node : NodesOf(root)) {
     int64_t level = 0;
     for (const auto &input : node->inputs()) {
@@ -175,7 +189,7 @@ void OrderCollectives(const FuncGraphPtr &root, const FuncGraphManagerPtr &manag
       const std::string place = node->scope() == nullptr ? "" : node->scope()->name();
       const std::string shape = node->abstract() == nullptr ? "" : node->abstract()->BuildShape()->ToString();
       const std::string what = name + " " + (weight == nullptr ? "" : weight->ToString()) + " " + shape;
-      found.emplace_back(std::make_tuple(level, place, what), node);
+      found.emplace_back(std::make_tuple(level, place, what, GroupOrder(primitive)), node);
       ++level;
     }
     levels[node] = level;

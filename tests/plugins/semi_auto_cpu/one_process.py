@@ -15,6 +15,7 @@ from plugins.semi_auto_cpu.ranks import Ranks
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 seen: dict[str, object] = {}
 missing: list[dict[str, int]] = []
+summed: list[str] = []  # the groups of AllReduces, in the order in which they ran
 
 
 def told(value):
@@ -25,6 +26,9 @@ def compute(name, attrs, inputs, outputs):
     seen[name] = [[[told(y) for y in x] if isinstance(x, list) else told(x) for x in inputs], attrs.get("block_size")]
     if name == "AlltoAllV":
         library.store(inputs[0][: outputs[0].size], outputs)
+    elif name == "AllReduce":
+        summed.append(attrs["group"])
+        library.store(inputs[0], outputs)
     elif name == "Reshape":
         library.store(inputs[0], outputs)
     elif name == "Concat":
@@ -91,6 +95,24 @@ def outcome(function, *inputs):
         return str(error).strip().splitlines()[0]
 
 
+class Sums(nn.Cell):
+    """Two AllReduces that do not depend on each other, of one shape and at one place in the model."""
+
+    def __init__(self, *groups):
+        super().__init__()
+        self.one, self.two = map(ops.AllReduce, (ops.ReduceOp.SUM,) * 2, groups)
+
+    def construct(self, x):
+        return self.one(x * 2) - self.two(x * 3)
+
+
+def order_of(*groups):
+    """Return the order in which the sums over two groups run in a graph that uses the groups in this order."""
+    summed.clear()
+    Sums(*groups)(x)
+    return summed.copy()
+
+
 class Weighted(nn.Cell):
     """Rows times a weight each, in bfloat16; how many there are shows when the step runs."""
 
@@ -111,11 +133,15 @@ class WeightedGradient(nn.Cell):
         return self.gradient(self.network)(x, weights, count)[1]
 
 
-stand_in(Ranks(1, 0))
+ranks = Ranks(4, 0)
+stand_in(ranks)
+ranks.create("near", [0, 1])
+ranks.create("far", [0, 2])
 loaded = library.load()
 loaded.set_host(compute, rank=3)
+loaded.set_cluster(ranks)
 loaded.add_pass(lambda: None, missing.append)
-for name in ("AlltoAllV", "Concat", "TopkExt", "Sin", "SumExt"):
+for name in ("AllReduce", "AlltoAllV", "Concat", "TopkExt", "Sin", "SumExt"):
     loaded.replace(name)
 loaded.replace("Cos", low=True)
 loaded.replace("ReduceSum", low=True)
@@ -175,6 +201,7 @@ result["topk"] = [outcome(largest, x), seen.get("TopkExt")]
 result["unknown"] = outcome(along, x, mutable(0))
 result["cosines"] = [[float(outcome(cosine, x.astype(kind))[0]), "Cos" in seen] for kind in (ms.float32, ms.bfloat16)]
 result["blocks"] = gradients()
+result["orders"] = [order_of("near", "far"), order_of("far", "near")]
 two = Tensor(np.ones(2, np.float32))
 result["weighted"] = [WeightedGradient()(x, two, counts(count)).asnumpy().tolist() for count in (2, 1)]
 missing.clear()

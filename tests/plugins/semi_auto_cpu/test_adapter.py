@@ -156,6 +156,13 @@ def test_names_are_those_that_mindspore_gives():
     assert {ranks: made_up_name(ranks) for ranks in NAMED} == NAMED
 
 
+def test_the_lines_of_an_axis_have_one_order_on_all_ranks_and_two_axes_have_two():
+    near, far = ([made_up_name(line) for line in lines] for lines in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
+    orders = [(Ranks(4, rank).order_of(near[rank // 2]), Ranks(4, rank).order_of(far[rank % 2])) for rank in range(4)]
+    assert len(set(orders)) == 1 and orders[0][0] != orders[0][1]
+    assert Ranks(4, 0).order_of("unknown") == 0
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("shards", [2, 3, 4, 1000])
 def test_a_rank_knows_its_place_in_every_group_of_a_mesh(mesh, shards):

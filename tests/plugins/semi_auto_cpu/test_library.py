@@ -242,6 +242,12 @@ def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
 
 
 @pytest.mark.slow
+def test_independent_collectives_over_two_groups_run_in_one_order_whatever_the_order_of_the_graph(graphs):
+    one, other = graphs[0]["orders"]
+    assert one == other and sorted(one) == ["far", "near"]
+
+
+@pytest.mark.slow
 def test_an_operator_may_be_replaced_for_16_bits_only(graphs):
     assert graphs[0]["cosines"] == [[1, False], [1, True]]
 

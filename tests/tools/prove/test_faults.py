@@ -15,6 +15,7 @@ from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, SILENT, copied
 from tests.tools.prove.renew import HERE, read
 from tests.tools.prove.test_spread import SIZES
 from tools.dryrun import cli as dryrun
+from tools.dryrun import report
 from tools.dryrun.graph_text import Node
 from tools.prove import cli
 from tools.prove.call import Call, literal
@@ -167,6 +168,22 @@ def test_the_command_names_violations(compiled):
     report = json.loads(ended.stdout)
     assert report["proven"] == 24 and report["wrong"] == 1
     assert any("it must still be summed over dp" in problem for problem in report["problems"])
+
+
+def test_a_weight_that_the_walk_finds_wrong_is_counted_as_wrong(compiled, monkeypatch):
+    """By its spread it is proven; the report counted a wrong divisor as unknown, and a copy's wrong sum as proven."""
+    name, other = [*RESULT["gradients"]][:2]
+    twice = {**RESULT["gradients"][name], "scales": [[2.0, 0, ""]]}
+    wrong = {**RESULT, "gradients": {**RESULT["gradients"], name: twice}}
+    monkeypatch.setattr(cli, "_compiled", lambda *_, **__: [wrong])
+    monkeypatch.setattr(
+        report, "_sums_of_copies", lambda results: [f"{other}: the gradient of its copy is summed twice"]
+    )
+    ended = CliRunner().invoke(cli.prove, [str(HERE / "dense.yaml"), "--json"])
+    assert ended.exit_code == 1, ended.output
+    found = json.loads(ended.stdout)
+    assert (found["proven"], found["wrong"], found["unknown"], len(found["problems"])) == (23, 2, 0, 2)
+    assert {each["name"] for each in found["stages"][0]["weights"] if each["verdict"] == "wrong"} == {name, other}
 
 
 def test_a_rank_that_does_not_compile_is_told_as_json_too(monkeypatch):

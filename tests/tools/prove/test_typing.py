@@ -14,10 +14,10 @@ from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shap
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
-from tools.prove.everywhere import remains
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
+from tools.prove.places import outside, total_of
 from tools.prove.report import type_stages, typing_of
-from tools.prove.spread import Contradiction, NotKnown, Spread, plain, tidy
+from tools.prove.spread import Contradiction, NotKnown, Spread, _settled, joined, placements, plain, tidy
 from tools.prove.typing import Failure, Frame, Typing
 
 CUT = Spread((("dp", 4), (8,)))
@@ -150,67 +150,6 @@ def test_the_backward_pass_uses_the_place_of_pieces_that_a_stated_layout_decides
             assert (own.of(gradient) == Spread(((4, "dp"), ()))) == stated
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_contradiction_that_remains_wherever_loose_pieces_lie_is_one(tmp_path, whole):
-    """The maximum of each rank's part of the vocabulary is taken for that of the whole, unless the pieces lie in the
-    dimension of one element. A product with a value whose pieces certainly lie in the vocabulary rules that out.
-    """
-    t2, t3, t1 = (f"<Tensor[Float32], ({sizes})>" for sizes in ("4, 8", "4, 1, 8", "4, 1, 1"))
-    pair = f"<Tuple[Tensor[Int64],Tensor[Float32]], TupleShape({t1[18:-1]}, {t1[18:-1]})>"
-    lines = [
-        node(0, "Load(%para1_logits, UMonad[U])", t2, t2),
-        node(1, "Reshape(%0, (I64(4), I64(1), I64(8)))", f"{t2}, <null>", t3),
-        node(2, "PrimFunc_ArgMaxWithValue(%1, I64(2), Bool(1))", f"{t3}, <null>, <null>", pair),
-        node(3, "TupleGetItem(%2, I64(1))", pair, t1),
-        node(4, "PrimFunc_SubExt(%1, %3, I64(1))", f"{t3}, {t1}, <null>", t3),
-        node(5, "PrimFunc_Mul(%4, %para2_other)", f"{t3}, {t3}", t3),
-    ]
-    text = f"subgraph @0_Step(%para1_logits, %para2_other) {{\n{''.join(lines)}}}\n"
-    (tmp_path / "step.ir").write_text(f"# IR entry: @0_Step\n{text}", encoding="utf-8")
-    read = read_graph(tmp_path / "step.ir")
-    given = {"logits": Spread(((4,), ("tp", 8))), "other": Spread(((4,), ("tp",), (8,)))}
-    if whole:
-        given["other"] = Spread(((4,), (), ("tp", 8)))
-    own = Typing(read, mesh_of([("tp", 2)], []), given.__getitem__, {}.get, Peers(read, {}))
-    failed = own.of(5)
-    assert not failed.contradicts and failed.loose == {"tp"} and failed.number == 4
-    remaining = remains(own, lambda tried: tried.of(5))
-    assert remaining == (failed if whole else None)
-
-
-@pytest.mark.parametrize("how", ["call", "closure", "Split"])
-def test_a_right_sum_of_loose_pieces_stays_unknown(tmp_path, how):
-    """Heads become a dimension, of which each rank has one: their sum is partial, and not cut in another dimension."""
-    t2, t3 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (4, 1, 8)>"
-    half = "<Tensor[Float32], (2, 1, 8)>" if how == "Split" else t3
-    pair = "<Tuple[Tensor[Float32]*2], TupleShape((2, 1, 8), (2, 1, 8))>"
-    add = ["PrimFunc_SumExt({}, (I64(1)), Bool(1), None)", 'AllReduce({}) primitive_attrs: {{group: "tp", op: "sum"}}']
-    root = [
-        node(0, "Load(%para1_heads, UMonad[U])", t2, t2),
-        node(1, "Reshape(%0, (I64(4), I64(1), I64(8)))", f"{t2}, <null>", t3),
-    ]
-    if how == "Split":
-        root += [
-            node(2, "PrimFunc_Split(%1, I64(0), I64(2))", f"{t3}, <null>, <null>", pair),
-            node(3, "TupleGetItem(%2, I64(0))", f"{pair}, <null>", half),
-            node(4, add[0].format("%3"), half, half),
-            node(5, add[1].format("%4"), half, half),
-        ]
-    elif how == "call":
-        root.append(node(2, "call @2_f(%1)", t3, t3))
-    else:
-        root += [node(2, "Partial(@2_f, %1)", t3, ""), node(3, "%2[@2_f]()", "", t3)]
-    inner = [node(0, add[0].format("%para2_x"), t3, t3), node(1, add[1].format("%0"), t3, t3)]
-    text = f"subgraph @1_Step(%para1_heads) {{\n{''.join(root)}}}\nsubgraph @2_f(%para2_x) {{\n{''.join(inner)}}}\n"
-    (tmp_path / "step.ir").write_text(f"# IR entry: @1_Step\n{text}", encoding="utf-8")
-    read, given = read_graph(tmp_path / "step.ir"), {"heads": Spread(((4,), ("tp", 8)))}
-    own = Typing(read, mesh_of([("tp", 2)], []), given.__getitem__, {"tp": (0, 1)}.get, Peers(read, {}))
-    last = len(root) - 1
-    assert isinstance(own.of(last), Failure) and own.of(last).loose == {"tp"}
-    assert remains(own, lambda tried: tried.of(last)) is None
-    assert isinstance(own.again({("1_Step", 1): ((4,), ("tp",), (8,))}).of(last), Spread), "the graph is right"
-
-
 def test_sums_and_maxima_of_a_value_are_two_values():
     frame, text = Frame("graph", {}), 'AllReduce(%0) primitive_attrs: {{group: "dp", op: "{}"}}'.format
     names = [frame.name_node(n, Node("AllReduce", "AllReduce(%0)", text(op), [0]), ["%0"])
@@ -272,6 +211,21 @@ def test_what_no_stage_sends_is_unknown(tmp_path):
     assert "it is unknown how the other stage sends this value (backward)" in failed.why
 
 
+def test_what_one_of_the_stages_sends_in_an_unknown_way_is_unknown_to_all(tmp_path):
+    """A stage in the middle, of whose result nothing is known, would be taken to send what the first stage sends."""
+    middle = [node(10, "Mystery(%2)", T48, T48), node(11, "Send(%10)", T48, T48)]
+    last, first, other = (
+        graph("last", tmp_path, first=False),
+        graph("first", tmp_path),
+        graph("other", tmp_path, more=middle),
+    )
+    for reads, proven in (((first, last), True), ((first, other, last), False)):
+        found, differ = type_stages([lambda received, read=read: typing(read, received) for read in reads])
+        assert differ == [] and isinstance(found[0].of(2), Spread)
+        for each in (found[0], found[-1]):
+            assert isinstance(each.summed("w"), Spread) == proven
+
+
 def test_stages_that_send_differently_are_told(tmp_path):
     first, other = graph("first", tmp_path), graph("other", tmp_path)
     whole = {"inputs0": plain((4, 8))}
@@ -283,6 +237,26 @@ def test_stages_that_send_differently_are_told(tmp_path):
 
     _, differ = type_stages([lambda received: typing(first, received), another])
     assert len(differ) == 1 and "stages send forward values of shape (4, 8) as [4, 8] and as [dp*4, 8]" in differ[0]
+
+
+def test_stages_and_micro_batches_are_alike_if_a_place_of_loose_pieces_makes_them_so(tmp_path):
+    """A sum or a sent value differs only if it does for every place; what is certain is assumed of the others."""
+    heads, (first, other) = Spread(((4,), (), ("tp", 8)), loose=frozenset({"tp"})), (graph("first", tmp_path),) * 2
+    certain = Spread(((4,), ("tp",), (8,)))
+    assert total_of([heads, certain]) == total_of([certain, heads]) == certain
+    with pytest.raises(NotKnown, match="the place of the pieces over tp is uncertain"):
+        total_of([heads, plain((4, 1, 8))])
+    sent = [replace(CUT, loose=frozenset({"dp"})), CUT]
+
+    def stage(read, given):
+        def made(received):
+            own = typing(read, received)
+            own.parameter = lambda name: given if name == "inputs0" else plain((8, 8))
+            return own
+
+        return made
+
+    assert type_stages([stage(first, sent[0]), stage(other, sent[1])])[1] == []
 
 
 def test_micro_batches_must_add_alike(tmp_path):
@@ -420,6 +394,31 @@ def test_axes_are_cut_where_a_group_takes_a_part_of_them():
         mesh.of_group((2, 0))
     with pytest.raises(NotKnown, match="which is not a mesh"):
         mesh_of([("tp", 4), ("dp", 3)], [(0, 3)])
+
+
+def test_an_outer_axis_behind_an_inner_one_cuts_the_next_dimension_also_where_a_part_of_it_was_divided():
+    """Both pieces lie between the same extents, one of which may have them: the second begins the next dimension."""
+    for inner, outer in (("tp", "cp"), ("cp.1", "cp.2"), ("tp", "cp.2.1"), ("cp.2.1", "cp.2.2"), ("cp.2.2", "dp.1")):
+        assert outside(outer, inner) and not outside(inner, outer)
+        given = Spread(((4,), (inner,), (outer,), (8,)))
+        assert moves.reshape(given, (4, 1, 8)).dims == ((4,), (inner,), (outer, 8))
+
+
+def test_a_sum_of_many_loose_pieces_is_refused_without_trying_all_pairs_of_their_places():
+    """Each of the 165 x 165 pairs of places was tried by the rule, and each operator took seconds."""
+    axes, calls = tuple(f"dp.{number}" for number in range(8)), []
+    one, other = (Spread((own, (), (), (8,)), loose=frozenset(axes)) for own in (axes, axes[::-1]))
+    assert len(list(placements(one))) == 165
+    with pytest.raises(Contradiction, match="dimension 0 is not cut equally"):
+        joined(one, other)
+
+    def refuse(first, second):
+        calls.append((first, second))
+        raise Contradiction("never")
+
+    with pytest.raises(Contradiction, match="never"):
+        _settled(refuse, one, other, equal=True)
+    assert len(calls) < 165 * 165 / 20
 
 
 def test_a_layout_is_a_spread():
