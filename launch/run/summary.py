@@ -118,7 +118,7 @@ class TrainingProgress:
 
 
 def draw_loss_curve(
-    steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
+    steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[float, Evaluation]
 ) -> Path:
     """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
     losses); if there are several corpora, each has a separate line.
