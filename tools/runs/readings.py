@@ -40,8 +40,8 @@ class Readings:
     """A `Readings` holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a
     resumed run repeats steps, the new records replace the old ones.
 
-    If a resume changed the global batch, all numbers are those of the part that was read last: an older record that
-    stands gets the number of the step that now trains its samples, and of several such records the first one is kept.
+    After a change of the global batch all steps are counted as those of the part that was read last: an older record
+    gets the number of the step that now trains its samples, and the first record of a number is kept.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -50,6 +50,8 @@ class Readings:
     world_size: int = 1
     numbering: Numbering = field(default_factory=Numbering)
     _begins: bool = False  # whether the next step is the first of a part
+    _older: list[tuple[float, dict[str, Any]]] = field(default_factory=list)  # (place, record) of other numberings
+    _limit: int = 0  # steps up to this one are of other numberings
 
     def add(self, record: dict[str, Any]) -> None:
         """Add one line of a metrics file: the record of a step, or the header that the workers write at each start."""
@@ -59,20 +61,26 @@ class Readings:
             self.world_size = record.get("world_size", 1)
             self._begins = True
         elif "step" in record:
-            before, begins, self._begins = self.numbering.unit, self._begins, False
+            before, begins, self._begins = self.numbering.unit or 1, self._begins, False
             if self.numbering.see(record["step"], record.get("tokens"), begins):
-                self._number_anew(before, self.numbering.unit)
+                self._number_anew(before, self.numbering.unit or 1)
             if begins:
-                self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
+                self._cut(self.numbering.unit or 1)
             self.steps[record["step"]] = record
 
-    def _number_anew(self, before: float | None, now: float | None) -> None:
-        """Give the records, whose steps have the unit `before`, their numbers in a part with the unit `now`."""
-        records: dict[int, dict[str, Any]] = {}
-        for step, record in self.steps.items():
-            number = math.ceil(translated(step, before, now))
-            records.setdefault(number, {**record, "step": number})
-        self.steps = records
+    def _number_anew(self, before: float, now: float) -> None:
+        """Give all records, of which the newest have the unit `before`, their numbers in a part with the unit `now`."""
+        self._older += [(step * before, record) for step, record in self.steps.items() if step > self._limit]
+        self._limit, self.steps = self.start_step, {}
+        for place, record in self._older:
+            number = math.ceil(translated(place, 1, now))
+            self.steps.setdefault(number, {**record, "step": number})
+
+    def _cut(self, unit: float) -> None:
+        """Remove the records of steps that a part which begins after `start_step` makes again."""
+        self._limit = min(self._limit, self.start_step)
+        self._older = [(place, old) for place, old in self._older if place <= self.start_step * unit]
+        self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
 
     @property
     def last(self) -> dict[str, Any]:
@@ -117,19 +125,17 @@ class Evaluation:
 def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evaluation]:
     """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
     run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
-    because the run repeats those steps. All steps are numbered as those of the run's newest steps.
+    because the run repeats those steps. Steps are counted as the newest steps of the run are.
 
     Args:
-        run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if it is not known how the
-            steps of an evaluation were numbered; these are taken to be numbered as the evaluation before them.
+        run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if it is unknown how the steps
+            of an evaluation count; they are then taken to count as those of the evaluation before.
     """
     records = Follower(held_out_file(run_dir)).records()
     lines = [(one, _name_of(record)) for record in records if (one := evaluation_of(record))]
-    if len({name for _, name in lines}) > 1 or any(name is None for _, name in lines[1:]):
-        run = run or (load_run(run_dir) if lines else None)
+    run = run or (load_run(run_dir) if lines else None)
     unit = now = run.parts[-1].unit if run and run.parts else 1
-    kept: dict[float, Evaluation] = {}
-    unsure = False
+    kept, unsure = dict[float, Evaluation](), False
     for one, name in lines:
         found = run.unit_of(name) if run else unit
         unit, unsure = found or unit, unsure or not found
@@ -308,9 +314,7 @@ class Part:
         return self.columns[name]
 
     def place(self, step: float) -> float:
-        """Return the place in the data after `step` steps, as this part counts them, fit to be compared with places of
-        other parts of the run.
-        """
+        """Return the place in the data after `step` steps, which can be compared with places of other parts."""
         return step * self.unit
 
     @property
@@ -362,19 +366,20 @@ class Run:
     def unit_of(self, attempt: str | None) -> float | None:
         """Return what a step of the attempt with a given name counts in places; None if that is not known."""
         units = {part.unit for part in self.parts}
-        if len(units) < 2:
-            return next(iter(units), 1)
+        only = next(iter(units), 1) if len(units) < 2 else None
         own = next((part.unit for part in self.parts if attempt and part.attempt == attempt), None)
         plan = next((each.plan for each in self.attempts if each.plan and each.plan.name == attempt), None)
-        return own or (tokens_of(read_recipe(recipe_file(self.folder, plan))) if plan else None)
+        if own or self.alike or plan is None or plan.start is None or (only and plan.start == plan.step):
+            return own or only
+        return tokens_of(read_recipe(recipe_file(self.folder, plan)))
 
     def begin_of(self, attempt: Attempt) -> float | None:
         """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
-        plan = attempt.plan
-        if plan is None:
+        if (plan := attempt.plan) is None:
             return None
         tokens = tokens_of(read_recipe(recipe_file(self.folder, plan))) if plan.start is not None else None
-        return begin_of(plan, tokens, (part.unit for part in self.parts), self.alike)
+        before = (part.unit for part in self.parts if (part.moment or 0.0) <= plan.time)
+        return begin_of(plan, tokens, before, self.alike)
 
     def unit_at(self, time: float) -> float:
         """Return what a step counts in places at a given time, in seconds since 1970."""
@@ -427,11 +432,6 @@ def load_run(folder: Path) -> Run:
     run = Run(folder, recipe, [], spans, read_attempts(folder))
     planned = {attempt.plan.name for attempt in run.attempts if attempt.plan}
     run.parts = read_parts(metrics_of(folder, recipe), run.notes, run.alike, planned)
-    if len(units := sorted({part.unit for part in run.parts})) > 1:
-        run.notes.append(
-            f"the global batch was changed: the run has steps of {', '.join(f'{unit:,}' for unit in units)} tokens, "
-            "which are numbered anew after each change, and each step has the number that its own attempt gave it"
-        )
     return run
 
 
@@ -491,8 +491,8 @@ def read_parts(
     empty = [at for at, part in enumerate(parts) if not len(part) and part.attempt not in planned]
     if (numbering.unsure or empty) and len(parts) > 1 and notes is not None:
         notes.append(
-            "some records do not state the tokens of a step, so that it is unknown whether all starts of the run "
-            "number their steps alike; they are taken to do so"
+            "some records do not state the tokens of a step, so that it is unknown whether all starts number their "
+            "steps alike; they are taken to do so"
         )
     for at, part in enumerate(parts):
         part.left = min((parts[later].begin for later in empty if later > at), default=None)

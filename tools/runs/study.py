@@ -284,13 +284,22 @@ def study(folder: Path) -> Study:
     found = mtbf(count, running) if told and (count or not lost) else None
     slow, held_out = slow_of(folder, run.recipe), read_evaluations(folder, run)
     skipped, notes = _skipped(folder)
-    notes = [*run.notes, *(known.notes if known else []), *notes]
+    notes = [*run.notes, *_change(run), *(known.notes if known else []), *notes]
     if lost:
         which = f"attempt{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
         notes.append(f"no record says how {which} ended, so there may have been more failures")
     saves, jumps = _checkpoints(run, found), spikes(run.parts, _cuts(run.parts, known.frames if known else []))
     last, name = held_out[max(held_out)] if held_out else None, real_path(folder).name
     return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, name, last)
+
+
+def _change(run: Run) -> list[str]:
+    """Return a sentence about the numbers of steps if a resume changed the global batch."""
+    units = sorted({part.unit for part in run.parts})
+    return [
+        f"the global batch was changed: the run has steps of {', '.join(f'{unit:,}' for unit in units)} tokens, which "
+        "are numbered anew after each change, and each step has the number that its own attempt gave it"
+    ] * (len(units) > 1)
 
 
 def _cuts(parts: Sequence[Part], frames: Sequence[Frame]) -> list[float]:
