@@ -47,11 +47,11 @@ class Readings:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     total_steps: int | None = None
     start_step: int = 0  # steps done before the part that was read last
+    limit: int = 0  # steps up to this one were trained with another global batch, and numbered otherwise
     world_size: int = 1
     numbering: Numbering = field(default_factory=Numbering)
     _begins: bool = False  # whether the next step is the first of a part
     _older: list[tuple[float, dict[str, Any]]] = field(default_factory=list)  # (place, record) of other numberings
-    _limit: int = 0  # steps up to this one are of other numberings
 
     def add(self, record: dict[str, Any]) -> None:
         """Add one line of a metrics file: the record of a step, or the header that the workers write at each start."""
@@ -70,15 +70,15 @@ class Readings:
 
     def _number_anew(self, before: float, now: float) -> None:
         """Give all records, of which the newest have the unit `before`, their numbers in a part with the unit `now`."""
-        self._older += [(step * before, record) for step, record in self.steps.items() if step > self._limit]
-        self._limit, self.steps = self.start_step, {}
+        self._older += [(step * before, record) for step, record in self.steps.items() if step > self.limit]
+        self.limit, self.steps = self.start_step, {}
         for place, record in self._older:
             number = math.ceil(translated(place, 1, now))
             self.steps.setdefault(number, {**record, "step": number})
 
     def _cut(self, unit: float) -> None:
         """Remove the records of steps that a part which begins after `start_step` makes again."""
-        self._limit = min(self._limit, self.start_step)
+        self.limit = min(self.limit, self.start_step)
         self._older = [(place, old) for place, old in self._older if place <= self.start_step * unit]
         self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
 
