@@ -52,7 +52,7 @@ def test_attempts_are_no_difference_of_two_runs(tmp_path):
 
 
 def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
-    """After step 2 of 8 tokens, which is step 1 of 16, step 2 follows; the old steps 3 and 4 were compared by number."""
+    """After step 2 of 8 tokens, which is step 1 of 16, step 2 follows. Steps 1 of both kinds were compared."""
 
     def resumed(lines):
         header, *steps = map(json.loads, lines)
