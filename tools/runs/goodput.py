@@ -192,7 +192,8 @@ def _cut(run: Run, frames: list[Frame]) -> list[str]:
     """Set for each attempt the place behind which later attempts trained again: the earliest place from which one of
     them started, also where it has made no step yet. Return sentences about attempts of which this place is unknown.
     """
-    earliest, unknown = END, []
+    unknown: list[int] = []
+    earliest = END
     for frame in reversed(frames):
         frame.cut = min([earliest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
         begins = [part.begin for part in frame.parts]
