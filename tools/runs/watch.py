@@ -188,7 +188,7 @@ class Kept:
     @property
     def standing(self) -> int:
         """Return the number of the newest step that no attempt will repeat."""
-        return self.step if self.cut == END else min(self.step, int(self.cut // self.parts[-1].place(1)))
+        return self.step if self.cut == END else min(self.step, int(self.cut // (self.numbering.unit or 1)))
 
     @property
     def usual(self) -> float | None:
