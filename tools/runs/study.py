@@ -49,7 +49,7 @@ class Spike:
     stands: bool
 
 
-def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
+def spikes(parts: list[Part], cuts: Sequence[float]) -> list[Spike]:
     """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
     steps were made. A step that was skipped because of the loss scale has no gradient norm, which does not count as a
     spike.

@@ -57,7 +57,7 @@ class Trained:
     state: dict[str, np.ndarray]  # whole tensors, by the names of weights and routers behind a prefix above
     differing: dict[str, tuple[int, ...]]  # tensor -> the ranks whose copy differs from that of rank 0
     shares: list[float] = field(default_factory=list)  # norms of the last stage's own gradient of the embedding
-    held_out: dict[float, float] = field(default_factory=dict)  # step -> held-out loss, if the run evaluates
+    held_out: dict[int, float] = field(default_factory=dict)  # step -> held-out loss, if the run evaluates
 
 
 @dataclass
