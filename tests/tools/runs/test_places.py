@@ -14,9 +14,9 @@ from tests.tools.runs.builders import append, header, step
 from tools.runs import attempts, render
 from tools.runs.attempts import End, Plan
 from tools.runs.cli import runs
-from tools.runs.places import Numbering, begins_anew, translated
-from tools.runs.readings import Readings, read_evaluations, read_held_out, read_metrics, read_parts
-from tools.runs.study import study
+from tools.runs.places import END, Numbering, begins_anew, translated
+from tools.runs.readings import Part, Readings, read_evaluations, read_held_out, read_metrics, read_parts
+from tools.runs.study import spikes, study
 from tools.runs.watch import Kept, Watch
 
 SEQUENCE = 4  # tokens of a sample
@@ -274,6 +274,15 @@ def test_a_spike_that_a_planned_attempt_will_train_again_does_not_stand(tmp_path
     found = study(story.folder)
     assert found.ledger.lost_steps == 8 and found.spikes
     assert all(one.stands == (one.step <= 4) for one in found.spikes)
+
+
+def test_a_step_is_judged_by_the_steps_that_stood_before_it_whatever_their_numbers():
+    """Steps 51 to 100 of 8 samples stand before step 51 of 16; a loss of before them was no spike."""
+    parts = [Part(0, unit=8), Part(50, unit=16)]
+    for number in range(1, 101):
+        parts[0].add({"step": number, "loss": (50.0 if number <= 30 else 5.0) + number % 3 / 100})
+    parts[1].add({"step": 51, "loss": 50.0})
+    assert [(one.step, one.stands) for one in spikes(parts, [800, END]) if one.step > 50] == [(51, True)]
 
 
 def test_the_picture_falls_back_only_where_steps_were_lost(tmp_path):
