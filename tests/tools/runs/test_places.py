@@ -276,13 +276,15 @@ def test_a_spike_that_a_planned_attempt_will_train_again_does_not_stand(tmp_path
     assert all(one.stands == (one.step <= 4) for one in found.spikes)
 
 
-def test_a_step_is_judged_by_the_steps_that_stood_before_it_whatever_their_numbers():
-    """Steps 51 to 100 of 8 samples stand before step 51 of 16; a loss of before them was no spike."""
-    parts = [Part(0, unit=8), Part(50, unit=16)]
-    for number in range(1, 101):
-        parts[0].add({"step": number, "loss": (50.0 if number <= 30 else 5.0) + number % 3 / 100})
-    parts[1].add({"step": 51, "loss": 50.0})
-    assert [(one.step, one.stands) for one in spikes(parts, [800, END]) if one.step > 50] == [(51, True)]
+@pytest.mark.parametrize(("units", "start", "high"), [((8, 16), 50, range(31)), ((16, 8), 80, range(41, 105))])
+def test_a_step_is_judged_by_the_steps_that_stood_before_it_whatever_their_numbers(units, start, high):
+    """Steps 51 to 100 of 8 samples stand before step 51 of 16; and steps 41 to 80 of 16 not before step 81 of 8."""
+    parts = [Part(0, unit=units[0]), Part(start, unit=units[1])]
+    for number in range(1, 105 if units[0] == 16 else 101):
+        parts[0].add({"step": number, "loss": (50.0 if number in high else 5.0) + number % 3 / 100})
+    parts[1].add({"step": start + 1, "loss": 50.0})
+    newest = spikes(parts, [start * units[1], END])[-1]
+    assert (newest.step, newest.value, newest.stands) == (start + 1, 50.0, True)
 
 
 def test_the_picture_falls_back_only_where_steps_were_lost(tmp_path):
