@@ -92,7 +92,7 @@ COMMANDS = {
     "memory": ("tools.memory:memory", "Predict a device's memory without compiling, and what would free some."),
     "prove": ("tools.prove.cli:prove", "Prove on the compiled graphs that each gradient is summed exactly once."),
     "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or compare two."),
-    "runs": ("tools.runs.cli:runs", "Report where the time of runs went and why they failed; watch a live run."),
+    "runs": ("tools.runs.cli:runs", "Report how runs spent their time and why they failed; watch a live run."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
     "weights": ("tools.weights.cli:weights", "Inspect, average, reshard and convert checkpoints (Hugging Face too)."),

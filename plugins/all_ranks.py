@@ -11,8 +11,8 @@ from plugins.settings import count_at, value_at
 
 
 def pipeline_of(recipe: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the number of stages and the scheduler of the pipeline of a flat recipe or a MindFormerConfig. A run of
-    one process always has one stage, even if the recipe gives another number.
+    """Return the number of pipeline stages and the pipeline scheduler that a flat recipe or a MindFormerConfig sets. A
+    run of one process always has one stage, even if the recipe gives another number.
     """
     if not recipe.get("use_parallel"):
         return 1, None

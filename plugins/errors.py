@@ -35,7 +35,7 @@ class TC3Error(ValueError):
 
 
 class RecipeError(TC3Error):
-    """A recipe, an override or a plugin setting is wrong. The message names file and key path."""
+    """A recipe, an override or a plugin setting is wrong. The error's message names the file and the key path."""
 
 
 class DataError(TC3Error):

@@ -91,8 +91,8 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk. Without this wait, a power cut after
-    a rename may leave an empty file under its final name.
+    """Wait until the content of a file, or the names in a folder, are on the disk. If a program renames a file without
+    waiting, a power cut may leave an empty file under the new name.
 
     Raises:
         OSError: the disk has an error, or is full. On a file system that cannot flush a folder, the function continues
@@ -202,7 +202,7 @@ class Span:
 
 
 def spans_file(run_dir: str | Path) -> Path:
-    """Return the file in which a run writes its spans."""
+    """Return the file in which a run records its spans, which are times without training steps."""
     return Path(run_dir) / "metrics" / "spans.jsonl"
 
 

@@ -125,7 +125,7 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
         if "m" in chunk and index != last:
             raise RecipeError(
                 f"layout {text!r}: chunk {index} ({chunk}) holds MTP layers, but the last decoder layer is in chunk "
-                f"{last}, and MindFormers runs MTP in that chunk"
+                f"{last}, and MindFormers runs MTP layers in that chunk; move the MTP layers there"
             )
         if "t" not in chunk and 0 < index < len(chunks) - 1:
             raise RecipeError(
@@ -146,7 +146,7 @@ def _check_ends(text: str, chunks: list[str]) -> None:
 
 
 def text_count(chunks: list[str], letter: str) -> int:
-    """Return how often a letter occurs in all chunks."""
+    """Return how often a letter, which stands for a kind of layer, occurs in all chunks of a pipeline layout."""
     return sum(chunk.count(letter) for chunk in chunks)
 
 

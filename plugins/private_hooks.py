@@ -25,7 +25,7 @@ _source_of = functools.cache(inspect.getsource)
 
 
 def relies_on(function: Any, line: str) -> None:
-    """Check that the source of a function or class still contains `line`.
+    """Check that the source code of a patched function or class still contains `line`.
 
     Raises:
         OutdatedHookError: the source does not have this line.

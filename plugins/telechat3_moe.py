@@ -55,7 +55,7 @@ def use_experts(spec) -> None:
 
 
 def experts():
-    """Return the spec that was last given to `use_experts`."""
+    """Return the spec of the routed experts that was last given to `use_experts`."""
     return _experts[0]
 
 
@@ -200,10 +200,10 @@ class InTurn(TransformerLayer):
 
 
 def recomputes_at_once(config) -> bool:
-    """Return whether MindSpore would recompute all layers together, before the first of them is needed: it does so in
-    the sharded graph of a step without a pipeline and without accumulated gradients, for which MindFormers sets
-    `disable_lazy_inline` (`base_trainer.py`). In all other cases the model is a separate subgraph, whose layers
-    MindSpore recomputes one by one.
+    """Return whether MindSpore would recompute all layers at once. MindSpore recomputes all layers at once in the
+    sharded graph of a step without pipeline and without gradient accumulation, for which MindFormers sets
+    `disable_lazy_inline` (`base_trainer.py`). With a pipeline or with gradient accumulation, the model is a separate
+    subgraph, whose layers MindSpore recomputes one by one.
     """
     return config.disable_lazy_inline and _get_parallel_mode() == ParallelMode.SEMI_AUTO_PARALLEL
 

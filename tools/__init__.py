@@ -1,1 +1,1 @@
-"""The tools of this package run before a training and without a device."""
+"""This package holds the commands of `tc3` that check, predict and compare trainings; most of them need no device."""

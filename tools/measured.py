@@ -41,7 +41,7 @@ _SOFTWARE = {"tc3": "telechat3-moe-recipes", "mindspore": "mindspore", "mindform
 
 @dataclass(frozen=True)
 class Manifest:
-    """A `Manifest` describes the content of a bundle.
+    """A `Manifest` describes the content of a bundle, which is the file with the results of `tc3 firsthour`.
 
     Args:
         format: the format of the bundle. made: the date and time in UTC.
@@ -68,7 +68,9 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A `Bundle` holds the content of a bundle's file: its path, its manifest, and the text of each file."""
+    """A `Bundle` holds the results of `tc3 firsthour`: the path of the bundle's file, its manifest, and the text of
+    each file in it.
+    """
 
     path: Path
     manifest: Manifest
@@ -85,21 +87,22 @@ class Bundle:
 
     @property
     def claim(self) -> str:
-        """Return the claim that a recipe card may make with this bundle as its evidence, such as "measured-910B3-512".
+        """Return the claim, such as "measured-910B3-512", that a recipe card may make because of the measurements in
+        this bundle.
 
         Raises:
             DataError: a simulated cluster made the bundle.
         """
         if self.manifest.simulated:
             raise DataError(
-                f"{self.path}: the results of this bundle are simulated, and a card may claim only measured ones"
+                f"{self.path}: the results of this bundle are simulated, but a card may claim only measured results"
             )
         return f"measured-{self.manifest.device}-{self.manifest.devices}"
 
 
 def software() -> dict[str, str]:
-    """Return the versions that a bundle is tied to: of the installed software, and of the model of time and memory, to
-    which its factors and efficiencies were fitted.
+    """Return the versions for which a bundle of measurements is valid: the versions of the installed software, and the
+    version of the estimator whose factors and efficiencies were fitted.
     """
     found = {name: installed(distribution) or "not installed" for name, distribution in _SOFTWARE.items()}
     return {**found, "estimator": MODEL_VERSION}
@@ -146,7 +149,7 @@ class _Hidden:
     replaced: Callable[[str], str]
 
     def of(self, value: Any, key: str = "", check: str = "") -> Any:
-        """Return a value of the results of a check, with the names of hosts replaced."""
+        """Replace the names of hosts in a value from a check's results, and return the value."""
         if isinstance(value, list):
             return [self.of(each, key, check) for each in value]
         if isinstance(value, dict):
@@ -164,7 +167,7 @@ class _Hidden:
         return self.replaced(value)
 
     def lines(self, text: str) -> str:
-        """Return a YAML text in which the names of hosts are replaced everywhere except in keys."""
+        """Replace the names of hosts in a YAML text, except in keys, and return the text."""
         parts = [re.match(r"([ -]*[\w.]+:(?=\s))?(.*)", line, re.DOTALL) for line in text.splitlines(keepends=True)]
         return "".join((part[1] or "") + self.replaced(part[2]) for part in parts if part)
 
@@ -175,8 +178,8 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def write_bundle(path: Path, manifest: Manifest, texts: Mapping[str, str]) -> None:
-    """Write a bundle, completely or not at all; the entries have a fixed order and date, so equal content gives equal
-    bytes.
+    """Write a bundle of measurements as one file; an error leaves no partly written file. Equal content gives equal
+    bytes, because the entries have a fixed order and date.
 
     Raises:
         DataError: it cannot be written.
@@ -195,7 +198,8 @@ def write_bundle(path: Path, manifest: Manifest, texts: Mapping[str, str]) -> No
 
 
 def read_bundle(path: Path, recipe: Path | None = None) -> Bundle:
-    """Return the bundle at `path`. With a recipe, the bundle must have been measured with that recipe.
+    """Read the bundle of measurements at `path`, and return it. If a recipe is given, the bundle must have been
+    measured with this recipe.
 
     Raises:
         DataError: it is not a whole, unedited bundle of this software and of this recipe.
@@ -273,7 +277,7 @@ def _check_versions(path: Path, manifest: Manifest) -> None:
             measured = f"{name} {there}" if there else f"an {name} of an older tc3"
             raise DataError(
                 f"{path}: the bundle was measured with {measured}, but this is {name} {here}; measure again, or read "
-                "it with that version"
+                f"the bundle with {measured}"
             )
 
 
@@ -329,8 +333,8 @@ def measured_memory(bundle: Bundle) -> MemoryTerms | None:
 
 
 def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> MemoryTerms:
-    """Return the measured terms of the memory model that a bundle holds for a recipe, and print a sentence about the
-    origin of the bundle.
+    """Return the measured terms of the memory model that a bundle holds for a recipe, and print where the bundle was
+    measured.
 
     Raises:
         DataError: as `read_bundle`; or the bundle has no terms of memory, and the output would look measured.
@@ -344,8 +348,8 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def memory_in_words(bundle: Bundle) -> str:
-    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict other layouts than
-    the measured one print this sentence, because they use the memory model without the measured terms.
+    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict another layout than
+    the measured layout do not use the measured terms, and print this sentence instead.
     """
     terms = measured_memory(bundle)
     if terms is None:
@@ -358,8 +362,8 @@ def memory_in_words(bundle: Bundle) -> str:
 
 
 def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
-    """Return the predicted memory of a stage with activations and buffers multiplied by the measured factors. The
-    measured reserve is not added here, because it is subtracted from the device's memory.
+    """Return the predicted memory of a stage with activations and buffers multiplied by the measured factors. This
+    function does not add the measured reserve, which is subtracted from the device's memory instead.
     """
     return replace(
         stage,
@@ -370,7 +374,9 @@ def applied(stage: StageMemory, terms: MemoryTerms) -> StageMemory:
 
 
 def origin(bundle: Bundle) -> str:
-    """Return a sentence about the origin of a bundle's measurements, for the output of a command that uses them."""
+    """Return a sentence that says where a bundle's measurements were made; commands that use the measurements print
+    this sentence.
+    """
     manifest = bundle.manifest
     who = f"{bundle.path}: {manifest.devices:,} x {manifest.device}, {manifest.made[:10]}, verdict {manifest.verdict}"
     if manifest.simulated:

@@ -72,8 +72,8 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the memory that the job may use, as far as the model's known error
-    allows a statement.
+    """Return whether a predicted peak fits into the memory that the job may use; the answer may be unknown because of
+    the memory model's known error.
     """
     return fit_between(peak, peak, room.cap, room.bytes)
 
@@ -81,9 +81,9 @@ def verdict(peak: float, room: Room) -> str:
 def explain(
     recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
 ) -> list[Proposal]:
-    """Return changes of the recipe that free memory, the best first: changes after which it fits, sorted by step time,
-    then changes after which it might fit, then all others, sorted by freed memory. Pairs of changes are tried only if
-    no single change makes the recipe fit.
+    """Return changes to the recipe that free memory, the best changes first. First come changes after which the recipe
+    fits (sorted by step time), then changes after which it might fit, and then all other changes (sorted by freed
+    memory). Pairs of changes are tried only if no single change makes the recipe fit.
 
     Args:
         terms: the measured factors of the predicted memory.
@@ -223,8 +223,8 @@ def pass_in_words(label: str) -> str:
 
 
 def print_stages(report: Mapping[str, Any], console: Console) -> None:
-    """Print a row for each stage, and then the parts and modules that hold the bytes at the peak of the stage with the
-    most memory.
+    """Print a table row for each stage. For the stage that needs the most memory, also print the bytes of each part and
+    module at the peak.
     """
     unit, name = unit_of(max(stage["peak"] for stage in report["stages"]))
     table = Table(box=None, pad_edge=False)
@@ -274,7 +274,9 @@ def _share(more: float | None) -> str:
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
-    """Print a row for each proposed change of the recipe, the best first, with the keys to change below it."""
+    """Print a table row for each proposed change to the recipe, the best change first, followed by the keys to
+    change.
+    """
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:
@@ -307,7 +309,7 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.option(
     "--explain-oom",
     is_flag=True,
-    help="List the keys of the recipe that would free memory, and how much step time each would cost.",
+    help="List changes of the recipe's keys that would free memory, and how much step time each change would cost.",
 )
 @click.option(
     "--limit",
@@ -320,26 +322,26 @@ _WIDTH = 130  # of tables in a file or pipe
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on a stage over one step (.svg, .png), or write the values (.json).",
+    help="Draw the memory in use on one pipeline stage during one step (.svg, .png), or write the values (.json).",
 )
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Show memory over time and the largest tensors at the peak for this pipeline stage; by default for the "
-    "fullest stage.",
+    help="Show memory over time, and the largest tensors at the peak, for this pipeline stage; by default for the "
+    "stage with the highest peak.",
 )
 @click.option(
     "--cluster",
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Take the memory of a device, and predict times, for this cluster.",
+    help="Compare the predicted memory with that of this cluster's devices, and predict times on this cluster.",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Read a bundle that `tc3 firsthour` wrote for RECIPE, and use the memory that it measured in place of the "
+    help="Use the memory values that `tc3 firsthour` measured with RECIPE and stored in this bundle, instead of "
     "assumed values.",
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
@@ -357,7 +359,8 @@ def memory(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Predict the memory of a device of each stage of RECIPE, in seconds and without compiling it.
+    """Predict how much memory a device of each pipeline stage of RECIPE needs, within seconds and without compiling the
+    recipe.
 
     \b
     tc3 memory recipes/telechat3_438b/pretrain_4k.yaml

@@ -1,5 +1,5 @@
-"""This module holds a transformer's sizes, the pattern of its layers, every weight of each layer and of a stage, and
-the FLOPs of a token, in terms that do not depend on a framework.
+"""This module describes a transformer independently of a framework: its sizes, the kinds of its layers, the weights of
+each layer and stage, and the FLOPs of a token.
 
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.
@@ -113,13 +113,13 @@ class Model:
 
     @property
     def alternates(self) -> bool:
-        """Return whether the layers form more than two runs of one kind, so that kinds alternate within the model."""
+        """Return whether dense and MoE layers alternate within the model (more than two runs of equal layers)."""
         return len(list(groupby(self.pattern))) > 2
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """Return the kind (dense or MoE) of each of the model's layers, with the same reading of the keys
-    `first_k_dense_replace` and `moe_layer_freq` as MindFormers.
+    """Return the kind (dense or MoE) of each of the model's layers, as MindFormers derives it from the keys
+    `first_k_dense_replace` and `moe_layer_freq`.
 
     Args:
         experts: 0: all layers are dense.
@@ -142,7 +142,7 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
 
 def words_of(pattern: Sequence[str]) -> str:
-    """Return the pattern of a model's layers in words, such as ``"1 dense, 53 moe"``."""
+    """Return the numbers of a model's dense and MoE layers in words, such as ``"1 dense, 53 moe"``."""
     return ", ".join(f"{len(list(alike))} {kind}" for kind, alike in groupby(pattern))
 
 
@@ -321,7 +321,7 @@ class Adapters:
 def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: bool = False) -> tuple[Weight, ...]:
     """Return all weights of one layer of the given kind, marked as frozen, and the weights A and B of the layer's LoRA
     adapters. Tensor parallelism cuts A [rank, inputs] like the inputs of the adapted linear layer, and B [outputs,
-    rank] like its outputs.
+    rank] like the outputs of this layer.
     """
     own = weights(model, kind, shared_whole)
     found = [replace(weight, frozen=True) for weight in own]
@@ -338,7 +338,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
 
 
 def adapter_parameters(model: Model, adapters: Adapters) -> int:
-    """Return the number of trained elements of the model, which are those of its LoRA adapters."""
+    """Return the number of trained elements of a model with LoRA, which are the elements of all adapters."""
     kinds = (*model.pattern, *["mtp"] * model.mtp)
     return sum(w.size for kind in kinds for w in with_adapters(model, kind, adapters) if not w.frozen)
 
@@ -380,9 +380,7 @@ def layer_size(model: Model, kind: str) -> int:
 
 
 def used_size(model: Model, kind: str) -> int:
-    """Return the number of weight elements that one token uses in a layer; of the routed experts only the top-k
-    count.
-    """
+    """Return the number of weight elements that one token uses in a layer; only the top-k routed experts count."""
     idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
     return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
 
@@ -393,15 +391,15 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Return the number of weight elements that one token passes through, with the embedding and without MTP. The name
-    of a model, such as 105B-A4.7B, states this number of elements after the A.
+    """Return the number of weight elements that one token passes through, with the embedding and without MTP. In a
+    model's name such as 105B-A4.7B, the number after the A is the number of active parameters.
     """
     return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
 
 
 def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of weight elements on each stage (on all devices of the stage together). `layers` is
-    [chunk][stage] in the order of the model.
+    """Return the number of weight elements on each stage (on all devices of the stage together). The argument `layers`
+    holds the number of layers of each [chunk][stage].
 
     The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
     in the embedding, which MindFormers shares between the stages: it is counted once.
@@ -421,9 +419,8 @@ FORMULA = "6 x (weights and gates that multiply a token) + 3 x seq x heads x (d_
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts",
-    "router", "mtp" and "head"; with several residual streams also "hyper-connections": the gates of a token and the
-    weights that compute them.
+    """Return the number of weight elements that multiply one token, by module: "attention", "mlp", "experts", "router",
+    "mtp" and "head". For a model with several residual streams, the result also has the key "hyper-connections".
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """
@@ -440,12 +437,14 @@ def multiplied(model: Model) -> dict[str, int]:
 
 
 def linear_flops(model: Model) -> int:
-    """Return the FLOPs of one token, forward and backward, without the products of attention."""
+    """Return the FLOPs of one token, forward and backward, without the products of queries, keys and values in
+    attention.
+    """
     return 2 * PASSES * sum(multiplied(model).values())
 
 
 def pair_flops(model: Model) -> int:
-    """Return the FLOPs of all layers, forward and backward, for each pair of tokens that attend."""
+    """Return the FLOPs of attention for one query-key pair, forward and backward, in all layers together."""
     return 2 * PASSES * model.heads * (model.qk_dim + model.v_dim) * (model.layers + model.mtp)
 
 

@@ -1,5 +1,5 @@
-"""This module defines the allowed ranges of numbers in options of commands and in keys of recipes, and the options that
-many commands have.
+"""This module defines the allowed ranges of numbers in command-line options and in recipes, and the options that many
+commands have.
 
 A number outside its range is a typing error or has a wrong unit (bytes for GiB), and some such numbers would keep a
 tool busy for hours or exhaust its memory. The ranges are wide: they allow ten times the largest cluster that anybody
@@ -17,8 +17,8 @@ import click
 
 
 class Range(NamedTuple):
-    """A `Range` is the range of allowed values of a number. Both bounds are allowed values; with `above` the lower
-    bound is not allowed.
+    """A `Range` is the range of allowed values of a number. The bounds are allowed values, too, except for the lower
+    bound if `above` is True.
 
     Attributes:
         low, high: the bounds, in the unit of the number.
@@ -32,8 +32,8 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Return what is wrong with `value`, as the end of a sentence that begins with the value's name; None if the
-        value is in the range.
+        """Return what is wrong with `value`, as a text that follows the value's name in an error message. Return None
+        if the value is in the range.
         """
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
@@ -172,15 +172,15 @@ RECIPE: dict[str, Range] = {
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
-    """Return the range of allowed values of a number in a recipe, given its key path without list indices; None if no
-    range is defined.
+    """Return the range of allowed values of a number in a recipe, given its key path without list indices; return None
+    if no range is defined.
     """
     return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
 
 
 class Number(click.ParamType):
-    """A `Number` is a click type for an option whose number must lie in a range of `RANGES`; it gives an int if the
-    range allows only whole numbers.
+    """A `Number` is the type (of the library `click`) of an option whose number must lie in a range of `RANGES`. The
+    option's value is an int if the range allows only whole numbers.
     """
 
     def __init__(self, name: str) -> None:
@@ -204,7 +204,9 @@ class Number(click.ParamType):
 
 
 class Tokens(Number):
-    """A `Tokens` is a click type for a number of tokens, also written as 300M, 1.5B, 10T or 2e12."""
+    """A `Tokens` is the type (of the library `click`) of an option for a number of tokens, such as 300M, 1.5B, 10T or
+    2e12.
+    """
 
     def __init__(self) -> None:
         super().__init__("tokens")

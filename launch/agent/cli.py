@@ -139,25 +139,26 @@ class Start:
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="Read the hosts from this file, one on each line as NAME [WORKERS]; spare hosts come last.",
+    help="Read the hosts from this file, one host per line as NAME or as NAME WORKERS (its number of workers); spare "
+    "hosts come last.",
 )
 @click.option(
     "--spares",
     type=Number("spares"),
     default=0,
-    help="Keep this many hosts of --nodes as spares, which replace hosts that fail.  [default: 0]",
+    help="Keep this many of the hosts in --nodes idle as spares, which replace hosts that fail.  [default: 0]",
 )
 @click.option(
     "--host",
-    help="Use this name for this node, one of the names in the file of --nodes.  [default: found by its host name or "
+    help="Give the name of this node in the --nodes file.  [default: the name that equals this node's host name or "
     "address]",
 )
 @click.option(
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help="Give up when the run fails more than this number of times without a newer checkpoint in between.  "
-    f"[default: {RESTARTS}]",
+    help="Give up when the run fails more than this many times in a row without saving a newer checkpoint.  [default: "
+    f"{RESTARTS}]",
 )
 @overrides_option
 @steps_option
@@ -178,7 +179,8 @@ class Start:
 @click.option(
     "--port",
     type=Number("port"),
-    help="Use this port for msrun's scheduler when the workers start for the first time.  [default: a free one]",
+    help="Use this port for the scheduler of msrun (MindSpore's torchrun) when the workers start for the first time.  "
+    "[default: a free one]",
 )
 @no_bind_option
 @click.option(
@@ -193,8 +195,8 @@ class Start:
     type=Number("seconds"),
     default=PATIENCE,
     show_default=True,
-    help="At each start of the workers, wait at most this many seconds until enough hosts have joined and this host "
-    "passes its checks.",
+    help="At each start of the workers, wait at most this many seconds for enough hosts to join and for this host to "
+    "pass its checks.",
 )
 @click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
 @click.option(
@@ -255,8 +257,8 @@ def agent(**given: Any) -> None:
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """Return what the options --resume say: "auto" or the checkpoint from which the run starts, and, if --resume was
-    given as auto and as a folder, the checkpoint from which the run starts if it has none of its own.
+    """Return two values from the options --resume: "auto" or a checkpoint's folder; and, if --resume was given both as
+    auto and as a folder, this folder, from which a run without checkpoints of its own starts.
 
     Raises:
         UsageError: the option is empty, or names two folders.
@@ -295,7 +297,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     if given is not None:
         if given not in hosts:
             raise ClusterError(
-                f"--host {given}: {file} does not list this host; give one of its names: {', '.join(hosts[:5])}"
+                f"--host {given}: {file} does not list this host; give one of the hosts that the file lists: "
+                f"{', '.join(hosts[:5])}"
             )
         return given
     name = socket.gethostname()
@@ -303,21 +306,26 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
     found = [host for host in hosts if host.strip("[]") in ours]
     if not found:
-        raise ClusterError(f"{file} does not list {name}: give the name under which it lists this node with --host")
+        raise ClusterError(
+            f"{file} lists neither the name {name} of this machine nor one of its addresses: give this "
+            "machine's name in that file with --host"
+        )
     if len(found) > 1:
-        raise ClusterError(f"{file}: {' and '.join(found)} both name this node: give one of them with --host")
+        raise ClusterError(
+            f"{file}: {' and '.join(found)} are both names of this machine: choose one of these names with --host"
+        )
     return found[0]
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """Return the number of nodes that train; raise ClusterError if hosts, slots, spares and the recipe do not fit
-    together.
+    """Return the number of nodes that train; raise ClusterError if the recipe's workers do not fill whole nodes, or if
+    the host file does not list as many hosts as the recipe and --spares need.
     """
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
-            f"{file}: {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each line, where N "
-            "is the number of workers on that host"
+            f"{file}: the recipe's {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each "
+            "line, where N is the number of workers on that host"
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count

@@ -37,8 +37,9 @@ DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask af
 
 @dataclass(frozen=True)
 class Allocation:
-    """An `Allocation` describes the agents of one run. `options` are passed to each agent unchanged; the list of hosts,
-    the agent's own host and the run's folder are passed separately.
+    """An `Allocation` describes the job in which Slurm or Volcano starts the agents of one run. The command-line
+    options in `options` are passed to each agent unchanged; the list of hosts, the agent's own host and the run's
+    folder are passed separately.
 
     `slots` is the number of workers of a node; relative paths start at the checkout; `made_by` is the command that
     wrote the file.
@@ -61,8 +62,9 @@ class Allocation:
         """
         if self.workers % self.slots:
             raise ClusterError(
-                f"{self.workers} workers do not fill whole nodes of {self.slots} workers: list the hosts and their "
-                "workers in a file and give it with --nodes"
+                f"the recipe's {self.workers} workers do not fill whole nodes of {self.slots} workers: write a file "
+                "with the line NAME N for each host, where N is its number of workers, and give the file with "
+                "--nodes"
             )
 
     @property
@@ -160,7 +162,7 @@ def volcano_job(job: Allocation, root: Path) -> str:
 
 
 def pod_script(job: Allocation) -> str:
-    """Return the commands that a pod runs, as bash."""
+    """Return the bash commands that each pod of a Volcano job runs."""
     lines = [
         "# shellcheck disable=SC2016 # words are taken as they stand",
         "set -euo pipefail",
@@ -212,7 +214,7 @@ def print_job(given: Mapping[str, Any]) -> None:
 
 
 def passed_on() -> list[str]:
-    """Return the options of this command line that are passed to each agent."""
+    """Return those options of this `tc3 agent` command line that the cluster manager passes to each agent."""
     context = click.get_current_context()
     words: list[str] = []
     for option in context.command.params:

@@ -139,8 +139,8 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Return whether the cause of a host's end lies on that host, because no failure of another host can lead to such
-    an end.
+    """Return whether the workers of a host surely failed because of that host: no failure of another host can end
+    workers in this way.
     """
     return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
@@ -210,8 +210,8 @@ def _where(end: End) -> str:
 
 @dataclass(frozen=True)
 class Smaller:
-    """A `Smaller` describes how a recipe runs on fewer hosts: with the changes `overrides`, on the first `hosts` of the
-    available hosts.
+    """A `Smaller` describes how a run continues on fewer hosts: it uses the first `hosts` of the available hosts, and
+    changes its recipe by `overrides`.
     """
 
     hosts: int

@@ -87,7 +87,7 @@ class Disk:
         self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
 
     def read(self, path: Path) -> Found | None:
-        """Return the file at `path`; None if it does not exist.
+        """Return the content of the file at `path`; return None if the file does not exist.
 
         Raises:
             LostDiskError: the disk does not answer within the bound. All methods of `Disk` raise this error.
@@ -95,8 +95,8 @@ class Disk:
         return self._bounded(path, lambda: _read(path))
 
     def replace(self, path: Path, text: str) -> None:
-        """Write the file at `path` completely, and replace an existing one. If the disk is full, the file keeps its old
-        content, and only its modification time changes.
+        """Write the file at `path` completely, and replace the file if it exists. If the disk is full, the file keeps
+        its old content, and only its modification time changes.
         """
         self._bounded(path, lambda: self._replace(path, text))
 
@@ -184,7 +184,7 @@ class Disk:
         except OSError as error:
             if error.errno in NO_LINKS:
                 raise ClusterError(
-                    f"{path.parent}: the disk of this folder has no hard links, which agents need; choose a "
+                    f"{path.parent}: the disk of this folder does not support hard links, which agents need; choose a "
                     "folder on another disk"
                 ) from None
             if error.errno != errno.EEXIST:
@@ -281,7 +281,7 @@ class Holder:
     process: str
 
     def text(self) -> str:
-        """Return the holder's identity in the form in which the files of claims store it."""
+        """Return the holder's identity as a text, which is the content of a claim's file."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
@@ -299,7 +299,7 @@ class Holder:
 
 
 class Claim:
-    """A `Claim` is one claim on work that only one agent may do, from the point of view of one agent.
+    """A `Claim` lets one agent claim, by a file on the shared disk, a task that only one agent may do.
 
     Args:
         disk: the shared disk.

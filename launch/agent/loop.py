@@ -166,8 +166,8 @@ class Agent:
                 there = ", ".join(self.meeting.there(number)) or "nobody"
                 self.meeting.gone(number)
                 raise TC3Error(
-                    f"attempt {number}: only {there} joined within {self.job.patience:g} s, which are too few nodes "
-                    "to start"
+                    f"attempt {number} cannot start: only {there} joined within {self.job.patience:g} s, but the run "
+                    "needs more nodes"
                 )
             self._sleep(POLL)
         return plan
@@ -182,7 +182,7 @@ class Agent:
             why = "; ".join([*reasons, *self.link.lost()])
             if not why or read(folder_of(self.job.run_dir, number) / PLAN, Plan):
                 return
-            words = f"{self.job.host} is not fit for attempt {number}: {why}"
+            words = f"{self.job.host} cannot take part in attempt {number}: {why}"
             if now - began > self.job.patience:
                 raise TC3Error(words)
             if why != said:

@@ -72,8 +72,8 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Return for how many seconds `key` has had the value `mark` at time `now`; 0 if this is the first call for
-        `key`.
+        """Return for how many seconds, up to the time `now`, all calls for the observed file or host `key` have passed
+        the same value `mark`; return 0 at the first call for `key`.
         """
         before = self._seen.get(key)
         if before is None or before[0] != mark:
@@ -96,7 +96,7 @@ class Meeting:
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
         if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
-            raise ClusterError(f"--host {host!r}: this is not a valid host name; give a name from the list of nodes")
+            raise ClusterError(f"--host {host!r}: this is not a valid host name; give a name from the file of --nodes")
         self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
         self.disk = disk or Disk(lost_after)
         self.me = Holder(host, self.disk.name)
@@ -191,8 +191,8 @@ class Meeting:
         return quiet >= self.lost_after and self.ended(number, host) is None
 
     def end(self, number: int, end: End) -> None:
-        """Write how the workers of a host ended, unless this was written before. If they ended with a failure, also
-        write that the attempt is over.
+        """Write how the workers of a host ended, unless this was written before. If the workers ended with a failure,
+        also write that the attempt is over.
         """
         self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
         stands = self.ended(number, end.host)
@@ -216,7 +216,7 @@ class Meeting:
 
     def over(self, number: int) -> str | None:
         """Return the host whose workers were the first to end with a failure; None if no host reported a failure. If
-        the file is broken, the result says that there was a failure and that its host is not known.
+        the file that reports the failure is broken, return "an unknown host".
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None
@@ -301,7 +301,9 @@ class Meeting:
     def _check_place(self, number: int) -> None:
         claim = self._claim(number, self._place)
         if claim.holder != self.me or claim.lost():
-            raise ClusterError(f"{claim.folder}: another agent of {self.host} has replaced this agent, which ends now")
+            raise ClusterError(
+                f"{claim.folder}: another agent of host {self.host} has replaced this agent, so this agent ends now"
+            )
 
     def _gone_or_quiet(self, number: int, host: str) -> bool:
         found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))

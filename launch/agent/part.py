@@ -59,7 +59,7 @@ class Command:
 
 
 def command_of(job: Job, plan: Plan) -> Command:
-    """Return the command with which this node starts its workers in `plan`."""
+    """Return the command with which this node starts its workers for the attempt that `plan` describes."""
     recipe, logs = recipe_of(job, plan), own_logs(job, plan)
     several = len(plan.hosts) > 1
     cores = of_launch(recipe, plan.slots, logs / "cores.json") if job.bind else Cores()

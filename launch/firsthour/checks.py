@@ -100,7 +100,7 @@ _JUDGED_AGAIN = {"hosts": "versions"}  # check -> the check that judges its evid
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one result of a check.
+    """A `Finding` is one result of a check of a new cluster, such as a slow disk on one host.
 
     Args:
         where: the host; "" if the finding is not about a single host. device: the device's number on the host, or None.
@@ -276,8 +276,8 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
         for name in [*key, *(name for name in known if name not in key)]:
             if known.get(name) != key.get(name):
                 raise DataError(
-                    f"{state}: the results in this folder are of {name} {known.get(name)}, but this command has {name} "
-                    f"{key.get(name)}; choose another --work, or start over with --force"
+                    f"{state}: the results in this folder are of {name} {known.get(name)}, but this command was "
+                    f"started with {name} {key.get(name)}; choose another --work, or start over with --force"
                 )
         return
     for check in HOUR_CHECKS:

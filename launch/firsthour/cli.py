@@ -64,7 +64,7 @@ class Budget(click.ParamType):
     name = "budget"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the time in seconds.
+        """Return in seconds the time that the user wrote, such as 60m.
 
         Raises:
             click.BadParameter: it is not a time, or not between a minute and a day.
@@ -87,8 +87,8 @@ class Budget(click.ParamType):
     "--nodes",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help=(
-        "Read the hosts from this file, one on each line as NAME [WORKERS]; they are reached by ssh.  [default: this "
-        "host]"
+        "Read the hosts to check from this file, one host per line as NAME or as NAME WORKERS (its number of workers); "
+        "they are reached by ssh.  [default: this host]"
     ),
 )
 @click.option(
@@ -96,13 +96,14 @@ class Budget(click.ParamType):
     type=Budget(),
     default="60m",
     show_default=True,
-    help="Divide this time, such as 60m or 2h, among all checks.",
+    help="Divide this total time, such as 60m or 2h, among the checks.",
 )
 @click.option(
     "--simulate",
     type=click.Path(path_type=Path),
     metavar="CLUSTER.yaml",
-    help="Simulate the cluster and the defects that this file describes, and measure nothing.",
+    help="Run the checks on a simulated cluster with simulated defects, both described in this file, instead of "
+    "measuring hosts.",
 )
 @click.option(
     "--work",
@@ -113,15 +114,16 @@ class Budget(click.ParamType):
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the bundle, a zip file with all results, to this file.  [default: WORK/firsthour-DATE.zip]",
+    help="Write all results to this zip file, the bundle.  [default: WORK/firsthour-DATE.zip]",
 )
-@click.option("--hash-names", is_flag=True, help="Replace the names of hosts in the bundle of results by digests.")
+@click.option("--hash-names", is_flag=True, help="Replace host names in the bundle of results by hashes.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Delete the results of earlier calls of this command and start over; also replace the file of --out.",
+    help="Delete the results of earlier calls of this command and start over; also overwrite the file that --out "
+    "names.",
 )
-@click.option("--dry-run", is_flag=True, help="Print which commands each check would run, and start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the commands that each check would run, and start nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def firsthour_command(
@@ -249,7 +251,7 @@ def _shown(recipe: Path) -> str:
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Refuse the bundle if it was made with another recipe than this one.",
+    help="Refuse the bundle unless it was measured with this recipe.",
 )
 @click.option(
     "--html",
@@ -259,7 +261,7 @@ def _shown(recipe: Path) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) -> None:
-    """Check BUNDLE, and show its contents.
+    """Verify that BUNDLE was not changed, and show the verdict and the findings in it.
 
     Exit codes: 0 go, or go with remedies; 1 no go; 2 a bundle that cannot be trusted.
     """
@@ -283,7 +285,7 @@ def read(bundle: Path, recipe: Path | None, page: Path | None, as_json: bool) ->
 
 
 def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
-    """Return the entry that records a bundle under the key `status` of a model card.
+    """Return the entry that records a bundle (the results of `tc3 firsthour`) under the key `status` of a model card.
 
     Raises:
         DataError: a simulated cluster made the bundle.
@@ -299,7 +301,8 @@ def claim_of(bundle: Bundle, recipe: Path) -> dict[str, str]:
 
 
 def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
-    """Add the claim of a bundle to the card of a recipe, and return the claim's text.
+    """Add the verdict of a bundle (the results of `tc3 firsthour`) to the recipe's model card, and return the added
+    text.
 
     Raises:
         DataError: there is no card, the card does not name the recipe, or it has the claim of that day already.
@@ -307,7 +310,8 @@ def write_claim(bundle: Bundle, recipe: Path, dry_run: bool) -> str:
     card = recipe.absolute().parent / CARD
     if not card.is_file():
         raise DataError(
-            f"{card}: this file, which lists what was verified of each recipe, does not exist; copy one from recipes/"
+            f"{card}: this file, which lists what was verified of each recipe, does not exist; copy a card.yaml from a "
+            "folder of recipes/"
         )
     with nullcontext() if dry_run else locked(card.parent):  # two at once: each would write its claim over the other's
         return _write_claim(bundle, recipe, card, dry_run)
@@ -329,8 +333,9 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
     at = own.find("\n    status:\n", start)
     if at < 0:
         raise DataError(
-            f"{card}: recipes.{recipe.name}.status: no line of this entry holds only `status:`, below which the "
-            f"claim would be added; write `status:` on a line of its own, and the entry's claims below that line"
+            f"{card}: recipes.{recipe.name}.status: the claim must be added below a line that holds only `status:`, "
+            "but this entry has no such line; write `status:` on a line of its own, and the entry's claims below "
+            "that line"
         )
     at = own.index("\n", at + 1) + 1
     if not dry_run:

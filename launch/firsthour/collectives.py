@@ -69,8 +69,8 @@ def words_of(row: Mapping[str, Any]) -> str:
 def command_of(
     folder: Path, workers: int, local: int, node: int = 0, master: str = MASTER, port: int = PORT
 ) -> list[str]:
-    """Return the msrun command that times the collectives of the plan in `folder`, with `local` workers on one node out
-    of `workers` workers on all nodes.
+    """Return the msrun command that times the collectives of the plan in `folder`; the command starts `local` workers
+    on one node, of `workers` workers on all nodes.
     """
     return [
         str(msrun_of()), f"--worker_num={workers}", f"--local_worker_num={local}", f"--node_rank={node}",
@@ -120,8 +120,8 @@ def _run(command: Sequence[str], folder: Path, workers: int, seconds: float) -> 
             ) from None
     if code:
         raise ClusterError(
-            f"{folder / 'msrun.log'}: msrun ended with exit code {code}, so the collectives were not measured; this "
-            "file holds its output"
+            f"{folder / 'msrun.log'}: the collectives were not measured, because msrun ended with exit code {code}; "
+            "read its output in this file"
         )
 
 
@@ -131,7 +131,7 @@ def _of_rank(folder: Path, rank: int) -> list[list[float]]:
         return list(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         raise ClusterError(
-            f"{file}: rank {rank} has measured nothing; read the log of this rank below {folder}"
+            f"{file}: rank {rank} did not write this file with its measured times; read the rank's log in {folder}"
         ) from None
 
 

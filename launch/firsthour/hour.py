@@ -246,7 +246,9 @@ class Hour:
         return judge_golden(content, known), evidence
 
     def parallel(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train a small version of the recipe with each of its kinds of parallelism; compare each with one process."""
+        """Train a small version of the recipe with each of its kinds of parallelism, and compare each training with a
+        training in one process.
+        """
         content = ask(self.commands()["parallel"][0], seconds)
         found = judge_parallel(content["rows"])
         if self.view.devices == 1:
@@ -255,7 +257,7 @@ class Hour:
 
     @property
     def corpus(self) -> Path:
-        """Return the prefix of the corpus that the trainings read."""
+        """Return the path prefix of the corpus that the trainings read."""
         return self.work / "corpus"
 
     def write_corpus(self, vocabulary: int) -> None:
@@ -317,7 +319,7 @@ class Hour:
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run the training with the command `words`, and write its run into the folder `run` of the work folder."""
+        """Run the command `words`, which trains; the run's files go into the folder `run` of the work folder."""
         ask([*words, "--force"], seconds)
 
     @property
@@ -389,7 +391,8 @@ class Hour:
                     "with --budget"
                 )
         raise ClusterError(
-            f"`tc3 {shlex.join(words)}` ended before this check killed it to test resuming: start tc3 firsthour again"
+            f"`tc3 {shlex.join(words)}` ended before tc3 firsthour could kill it to test resuming: start tc3 firsthour "
+            "again"
         )
 
     def calibrate(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
@@ -406,7 +409,7 @@ class Hour:
 
 
 def argv(words: Sequence[str]) -> list[str]:
-    """Return the argv of a command of tc3."""
+    """Return the argv that runs `tc3` with the arguments `words`."""
     return [*TC3, *words]
 
 

@@ -55,10 +55,9 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 
 
 def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
-    """Return the findings of the check `versions` if `versions` is set, otherwise those of the check `hosts`, from the
-    reports of the hosts (`hosts_evidence`), which are compared by the rules of `tc3 doctor`. A difference between hosts
-    is reported for each host; nothing that needs a second host, such as the comparison of clocks, is reported for a
-    single host.
+    """Compare the hosts' reports (`hosts_evidence`) by the rules of `tc3 doctor`. Return the findings of the check
+    `versions` if `versions` is set, and otherwise those of the check `hosts`. A difference between hosts is reported
+    for each host; nothing that needs a second host, such as the comparison of clocks, is reported for a single host.
     """
     comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
     found: list[Finding] = []
@@ -89,7 +88,7 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
 
 
 def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
-    """Return the findings about workers, disks, memories and links.
+    """Judge the measured speeds of workers, disks and links, and the memory of the devices; return the findings.
 
     Args:
         evidence: "probes": host -> probe of the doctor; "memory": [host, device, bytes] of each device, or nothing

@@ -63,14 +63,16 @@ class NpuHour(Hour):
 
     @property
     def node_count(self) -> int:
-        """Return the number of nodes; without --nodes this is 1, or in a plan as many as the recipe needs."""
+        """Return the number of nodes; without --nodes, return 1 or, on a host without NPUs, the number that the recipe
+        needs.
+        """
         if self.nodes:
             return len(self.names)
         return 1 if self.npus else -(-self.view.devices // self.each)
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers of devices of the small recipes, except the recipe for a single device."""
+        """Return the numbers of devices, except 1, for which the checks write a small recipe."""
         return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
 
     def of(self, devices: int) -> Path:
@@ -101,7 +103,7 @@ class NpuHour(Hour):
         }
 
     def hosts_of(self, devices: int) -> Path:
-        """Return the file of the nodes on which a small recipe trains."""
+        """Return the path of the file that lists the nodes on which a small recipe trains."""
         return self.work / f"hosts_{devices}.txt"
 
     def write_small(self) -> None:
@@ -115,8 +117,8 @@ class NpuHour(Hour):
             self.write_hosts(count)
 
     def nodes_of(self, devices: int) -> tuple[list[str], int]:
-        """Return the nodes of a training on several nodes, and the number of its devices on each node, which is the
-        same on all of them.
+        """Return the nodes on which a training with `devices` devices runs, and the number of devices that it uses on
+        every node.
 
         Raises:
             ClusterError: there are too few nodes for equal numbers of devices.
@@ -124,9 +126,9 @@ class NpuHour(Hour):
         each = max(count for count in range(1, self.each + 1) if devices % count == 0)
         if devices // each > len(self.names):
             raise ClusterError(
-                f"{self.recipe}: {devices} devices cannot be divided equally among {len(self.names)} nodes of "
-                f"{self.each} devices; give a recipe whose data_parallel, model_parallel and context_parallel fill "
-                "whole nodes"
+                f"{self.recipe}: {devices} devices cannot be divided equally among {len(self.names)} nodes with at "
+                f"most {self.each} devices each; give a recipe whose data_parallel, model_parallel and "
+                "context_parallel fill whole nodes"
             )
         return self.names[: devices // each], each
 

@@ -74,7 +74,7 @@ class State:
 
 
 def start(seed: int = 0) -> State:
-    """Return the state before the first training step."""
+    """Return the small model's state before the first training step: random weights, and moments of zero."""
     random = np.random.default_rng(seed)
     weights = {name: random.normal(0, 0.3, (VOCABULARY, WIDTH)).astype(np.float32) for name in (EMBEDDING, HEAD)}
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
@@ -92,7 +92,7 @@ def tokens_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(ranks: Sequence[Rank], steps: int, state: State | None = None) -> tuple[Trained, State]:
-    """Train until step `steps`, and return the run with the state at its end.
+    """Train the small model up to step `steps`; return the recorded run and the state at its end.
 
     Args:
         ranks: the devices; each takes an equal share of the tokens of a step, so their number divides TOKENS.

@@ -105,7 +105,7 @@ class Cluster:
         return [f"node{number:03d}" for number in range(self.nodes)]
 
     def of(self, what: str) -> list[Mapping[str, Any]]:
-        """Return the planted defects of one kind."""
+        """Return the planted defects of one kind, such as "slow disk"."""
         return [one for one in self.defects if one["what"] == what]
 
     def factor(self, what: str, host: str, device: int | None = None) -> float:
@@ -161,7 +161,7 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     wanted = ("what", "node", *DEFECTS[defect["what"]])
     refuse_unknown(f"{place}.", defect, wanted, ClusterError)
     if missing := [key for key in wanted if key not in defect]:
-        raise ClusterError(f"{place}.{missing[0]}: the key is missing, but a defect of this kind needs it")
+        raise ClusterError(f"{place}.{missing[0]}: the key is missing, but this kind of defect needs the key")
     if "group" in defect:
         refuse_unknown(f"{place}.group: ", [defect["group"]], GROUPS, ClusterError, "group")
     device = Range(0, found.devices_per_node - 1)
@@ -171,7 +171,8 @@ def _check_defect(place: str, defect: Any, found: Cluster) -> None:
     if "to" in defect:
         if not isinstance(defect["to"], list) or len(defect["to"]) != 2:
             raise ClusterError(
-                f"{place}.to: {defect['to']!r} must be the other end of the link, written as [node, device]"
+                f"{place}.to: {defect['to']!r} does not name the device at the other end of the link; write [node, "
+                "device]"
             )
         ends["to[0]"] = defect["to"][0]
         _check_numbers(f"{place}.", {"to[1]": defect["to"][1]}, {"to[1]": device})
@@ -199,7 +200,7 @@ class Play:
         return {check.name: getattr(self, check.name) for check in HOUR_CHECKS}
 
     def hosts(self, seconds: float, done: Mapping[str, Outcome]) -> tuple[list[Finding], dict[str, Any]]:
-        """Simulate the reports of all nodes."""
+        """Simulate the reports of `tc3 doctor` on all nodes, and judge them."""
         evidence = hosts_evidence({host: self._answer(host) for host in self.cluster.hosts})
         return judge_hosts(evidence, self.cluster.hosts, versions=False), evidence
 
@@ -393,13 +394,13 @@ class _Device:
         self.narrow = narrow
 
     def forward(self, spec: Any, inputs: Any, dtype: str) -> tuple[np.ndarray, ...]:
-        """Return the outputs of the operator."""
+        """Return the outputs of an operator as the simulated device computes them."""
         if not self.narrow:
             return tuple(rounded(out.astype(np.float32), dtype) for out in forward(spec, inputs, dtype))
         return (rounded(added_in_half(*inputs).astype(np.float32), dtype),)
 
     def backward(self, spec: Any, inputs: Any, douts: Any, dtype: str) -> tuple[np.ndarray, ...]:
-        """Return the gradients, which the planted defect does not change."""
+        """Return the gradients of an operator, which the device's planted defect does not change."""
         return tuple(rounded(grad.astype(np.float32), dtype) for grad in backward(spec, inputs, douts, dtype))
 
 

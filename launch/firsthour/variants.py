@@ -36,7 +36,7 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """Return the key path with dots."""
+        """Return the recipe key of this variant as a path with dots."""
         return ".".join(self.path)
 
     @property
@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the options of tc3 train that choose the value."""
+        """Return the options with which `tc3 train` trains with the value of this variant."""
         return () if self.own else ("--set", f"{self.key}={self.value}")
 
 
@@ -99,8 +99,8 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
 
 
 def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) -> Variant | None:
-    """Return the fastest value of a key if this value is faster than the recipe's own value by more than `SURE`; else
-    None.
+    """Return the fastest value of a key if this value is faster than the recipe's own value by more than 5 % (`SURE`);
+    else return None.
     """
     known = {one: time for one in variants if (time := seconds.get(one.name)) is not None}
     own = next((one for one in known if one.own), None)

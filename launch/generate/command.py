@@ -37,7 +37,10 @@ from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
 RECIPE = "recipe.yaml"  # of a run, in its folder
-PROMPT_HELP = "Let the model continue this text; the option may be repeated. An empty text ('') begins a new document."
+PROMPT_HELP = (
+    "Let the model continue this text; the option may be repeated. With an empty TEXT ('') the model writes "
+    "a new document from the start."
+)
 TEMPERATURE_HELP = (
     "Divide the logits by this number before a token is drawn; 0 always takes the likeliest token.  [default: 1]"
 )
@@ -52,7 +55,7 @@ class Chosen:
 
     @property
     def weights(self) -> Path:
-        """Return the folder of the weights."""
+        """Return the folder of the chosen weights."""
         return self.source.path
 
     @property
@@ -79,9 +82,9 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         path = _newest_checkpoint(path)
     source = open_source(path)
     if source.form == "one file":
-        raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint that holds it")
+        raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint to which it belongs")
     if reason := source.seal_fault(checksums=False):
-        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}")
+        raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}; give another checkpoint")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
     _refuse_model(recipe, source)
     return Chosen(source, recipe)
@@ -107,7 +110,8 @@ def _recipe_beside(weights: Path) -> Path:
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
         raise RecipeError(
-            f"--recipe: {weights} is not in the folder of a run, so name the recipe of its model with this option"
+            f"{weights} is not in the folder of a run, from which the recipe could be read; name the recipe of its "
+            "model with --recipe"
         )
     return file
 
@@ -116,27 +120,29 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(
-            f"{recipe.source}: model.model_config.seq_length: the key is missing; write the length of the context"
+            f"{recipe.source}: model.model_config.seq_length: the key is missing; write the number of tokens of the "
+            "model's context"
         )
     if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
         raise CheckpointError(
-            f"{source.path}: the checkpoint holds adapters, but {recipe.source} does not have {LORA}: name the recipe "
-            "of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's folder)"
+            f"{source.path}: the checkpoint holds LoRA adapters, but {recipe.source} does not have {LORA}: with "
+            "--recipe name the recipe that trained this checkpoint (for a run of tc3 train: recipe.yaml in the "
+            "run's folder)"
         )
     wanted, held = weights_of(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: the checkpoint holds {held:,} weights, but the model of {recipe.source} has {wanted:,}: "
-            "name the recipe of these weights with --recipe (for a run of tc3 train: recipe.yaml in the run's "
-            "folder)"
+            "with --recipe name the recipe of this checkpoint's model (for a run of tc3 train: recipe.yaml in the "
+            "run's folder)"
         )
     if (wanted or held or 0) > LARGEST:
         size = wanted or held or 0
         raise RecipeError(
             f"{recipe.source}: the model has {size:,} parameters ({size * 4 / 1e9:,.0f} GB in float32), but tc3 "
-            f"generate takes models of at most {LARGEST:,}: for each token the command computes the whole context "
-            "again, in one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and transformers can "
-            "serve"
+            f"generate takes models of at most {LARGEST:,} parameters, because it computes the whole context again "
+            "for each token, in one CPU process. `tc3 weights convert` writes weights that vLLM, SGLang and "
+            "transformers can serve"
         )
 
 
@@ -210,14 +216,19 @@ class Text:
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Read the model's sizes from this recipe.  [default: the run's recipe]",
+    help="Read the model's configuration from this recipe.  [default: the run's recipe]",
 )
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path),
     help="Use the tokenizer in this folder.  [default: the corpus's tokenizer]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the prompts, the generated texts and their token ids as JSON at the end.",
+)
 @unverified_option
 def generate(
     weights: Path,
@@ -274,7 +285,7 @@ def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     if tokenizer.vocab_size > known:
         raise DataError(
             f"{tokenizer.spec.folder}: this tokenizer has {tokenizer.vocab_size:,} ids, but the model of "
-            f"{chosen.weights} knows {known:,}: name the model's own tokenizer with --tokenizer"
+            f"{chosen.weights} has only {known:,}: name the model's own tokenizer with --tokenizer"
         )
 
 
@@ -291,7 +302,7 @@ class Voice:
         self.coder = Coder(tokenizer.spec)
 
     def go_on(self, prompt: str, choose: Callable[[np.ndarray], int]) -> Text:
-        """Return the text that follows `prompt`."""
+        """Generate and return the text with which the model continues `prompt`."""
         before = self.coder.encode([prompt])[0] or [self.tokenizer.eod_id]  # a document begins where one has ended
         if len(before) > self.window:
             click.echo(f"the prompt has {len(before)} tokens; the model sees the last {self.window}", err=True)
@@ -324,8 +335,8 @@ class Voice:
         found = self.logits(ids)[: self.tokenizer.vocab_size]
         if np.isnan(found).any():
             raise CheckpointError(
-                "the model's logits are not numbers (NaN), so it cannot choose a token; `tc3 weights inspect --values` "
-                "says whether the weights are finite"
+                "the model's logits are not numbers (NaN), so no token can be chosen; `tc3 weights inspect --values` "
+                "shows whether the weights are finite"
             )
         return found
 

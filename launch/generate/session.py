@@ -65,7 +65,7 @@ def continuation(
 @contextmanager
 def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
     """Yield a function that maps token ids to the logits of the next token, computed by the model of a `forward_recipe`
-    with `weights`. While the model is being built, a line on stderr reports it.
+    with `weights`. A line on stderr reports that the model is being built.
 
     Raises:
         CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process

@@ -89,14 +89,14 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
             found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
                 raise DataError(
-                    f"{found.spec.folder}: this is not the tokenizer with which {prefix} was written; give the "
-                    "folder of that tokenizer with --tokenizer"
+                    f"{found.spec.folder}: this is not the tokenizer with which the corpus {prefix} was tokenized; "
+                    "give the folder of the corpus's tokenizer with --tokenizer"
                 )
             return found
     where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, does not exist" if prefixes else (
         "the recipe does not say which tokenizer wrote its data"
     )  # fmt: skip
-    raise DataError(f"--tokenizer: {where}; name the tokenizer's folder")
+    raise DataError(f"{where}; give the tokenizer's folder with --tokenizer")
 
 
 def _instructions_tokenizer(recipe: Recipe) -> Path | None:
@@ -111,7 +111,10 @@ def _instructions_tokenizer(recipe: Recipe) -> Path | None:
 def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
     found = load(folder, end)
     if found.spec.backend is None:
-        raise DataError(f"--tokenizer {folder}: the folder has no {FILE}, but tc3 generate reads only fast tokenizers")
+        raise DataError(
+            f"--tokenizer {folder}: the folder has no {FILE}, so it does not hold a fast tokenizer, which "
+            "tc3 generate needs"
+        )
     return found
 
 

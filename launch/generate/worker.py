@@ -83,7 +83,7 @@ def build(recipe: Path) -> Any:
 
 
 def fill(network: Any, recipe: Path, weights: Path) -> None:
-    """Set every parameter of `network` to its value in the weights.
+    """Load every parameter of `network` from the folder `weights`.
 
     Raises:
         CheckpointError: `weights` lack one, or have it in another shape.
@@ -98,7 +98,7 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
         if array.shape != tuple(parameter.shape):
             shapes = f"has shape {list(array.shape)}, but {list(parameter.shape)} in the recipe's model"
             raise CheckpointError(
-                f"{weights}: {parameter.name} {shapes}; name the recipe of these weights with --recipe"
+                f"{weights}: {parameter.name} {shapes}; name the recipe of this checkpoint's model with --recipe"
             )
         parameter.set_data(Tensor(array))
 
@@ -121,7 +121,8 @@ def _from_mindformers(source: Source) -> Reader:
     def read(name: str) -> np.ndarray:
         if name not in source.headers:
             wrong = (
-                f"the weight {name} of the recipe's model is missing; name the recipe of these weights with --recipe"
+                f"the weight {name} of the recipe's model is missing; name the recipe of this checkpoint's model with "
+                "--recipe"
             )
             raise CheckpointError(f"{source.path}: {wrong}")
         array, differing = source.read(name)

@@ -112,9 +112,9 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     last = next((attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan), None)
     if last and last.resume:
         raise CheckpointError(
-            f"{root}: no complete checkpoint is left, although attempt {last.attempt} of this run continued from "
-            f"step {last.step:,} ({last.resume}): restore that checkpoint, name another one with --resume DIR, or "
-            "begin anew with another --run-dir"
+            f"{root}: no complete checkpoint is left, although attempt {last.attempt} of this run continued from step "
+            f"{last.step:,} ({last.resume}): restore that checkpoint, name another checkpoint with --resume DIR, or "
+            "start a new run with another --run-dir"
         )
 
 
@@ -133,7 +133,7 @@ def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
             f"--resume {resume}: this is not a complete checkpoint: {reason}; --resume auto takes the newest complete "
-            "one"
+            "checkpoint"
         )
     if reason:
         click.echo(f"{folder}: this checkpoint has no seals, so nothing shows whether it is complete", err=True)
@@ -235,11 +235,11 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
     held, taken = first % (old[0] * old[1]) // old[1], second % (new[0] * new[1]) // new[1]
     if held != taken or (held and old != new):
         raise CheckpointError(
-            f"{checkpoint.path}: PmaAdamW has added {held:,} of the {old[0]:,} sets of weights that it averages "
-            f"(optimizer.interleave_step {old[1]:,}), but with this recipe it would take their sum for a sum of "
-            f"{taken:,} of {new[0]:,} sets (interleave_step {new[1]:,}) and compute a wrong average; "
-            f"keep the optimizer's settings and the global batch, or start a new run from the "
-            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+            f"{checkpoint.path}: the checkpoint holds the sum of {held:,} of the {old[0]:,} sets of weights that "
+            f"PmaAdamW averages (optimizer.interleave_step {old[1]:,}), but this recipe would count it as the sum "
+            f"of {taken:,} of {new[0]:,} sets (interleave_step {new[1]:,}), so the average would be wrong; keep the "
+            "optimizer's settings and the global batch, or start a new run from the weights: --run-dir ANOTHER "
+            f"--set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 
 
@@ -272,7 +272,9 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     """
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
-        raise CheckpointError(f"{checkpoint.path}: this is not a complete checkpoint: {reason}; name an older one")
+        raise CheckpointError(
+            f"{checkpoint.path}: this is not a complete checkpoint: {reason}; name an older checkpoint"
+        )
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
@@ -284,8 +286,8 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
     if found and not (resume or force):
         raise CheckpointError(
             f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), and --resume auto would "
-            "later load them as if this run had written them; name another folder, go on from them with --resume auto "
-            f"(in a script, set RESUME={found}), or remove them with --force"
+            "later load them as if this run had written them; name another folder, continue from these checkpoints "
+            f"with --resume auto (in a script, set RESUME={found}), or remove these checkpoints with --force"
         )
 
 
@@ -299,9 +301,9 @@ def clear_save_path(root: Path) -> None:
 
 
 def take_stock(run_dir: Path, root: Path) -> None:
-    """Move complete checkpoints of ended attempts into `root` (`adopt`), and then rename again the checkpoints that the
-    run in `run_dir` abandoned when it last went back to an older checkpoint. Call this function before looking for the
-    newest checkpoint.
+    """Move complete checkpoints of ended attempts into `root` (`adopt`). If the run in `run_dir` has gone back to an
+    older checkpoint, also rename the newer checkpoints, so that no resume finds them. Call this function before looking
+    for the newest checkpoint.
 
     A host that died or was held up while it set a checkpoint aside had taken its name already; `adopt` gives the name
     back, and the checkpoint would be the newest one. An attempt that saved elsewhere has left nothing behind here.

@@ -105,8 +105,8 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return a function that maps a checkpoint (folder, step) to the reason why the run must not continue from the
-    checkpoint: the run trained samples before it that are left out now. Sample numbers are compared, because step
-    numbers mean other samples if the global batch has changed.
+    checkpoint: the run trained, before this checkpoint, samples that are left out now. Sample numbers are compared,
+    because step numbers mean other samples if the global batch has changed.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
     RUN/recipe.yaml leaves out count, so call this function before that file is written again.
@@ -140,8 +140,7 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return for each corpus of `data_path` in turn its prefix, the bytes of .idx and .bin, and the sha256 of the
-    covered part.
+    """Return for each corpus of `data_path` its prefix, and the sizes and digests (sha256) of its .idx and .bin files.
 
     For HFDataLoader, return for each of its files, and for the tokenizers that make ids of them: file, bytes, and
     sha256 of the covered part. The result is empty for other kinds of loaders.
@@ -195,7 +194,7 @@ def _digest(prefix: str) -> dict[str, Any]:
 
 
 def keep_digests(recipe: Recipe, run_dir: Path) -> None:
-    """Record digests of the present content of a recipe's data; the data loader reports data that cannot be read."""
+    """Write digests of a recipe's present data into the run's folder; print a message if the data cannot be read."""
     try:
         write_atomically(run_dir / DIGESTS, json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
@@ -233,7 +232,7 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Shuffle(NamedTuple):
-    """A `Shuffle` says over how many epochs GPTDataset reads a corpus, and if it shuffles the last one apart."""
+    """A `Shuffle` says how many epochs of a corpus GPTDataset reads, and whether it shuffles the last epoch apart."""
 
     epochs: int
     last_apart: bool
@@ -279,8 +278,8 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int, batch: int = 0) -> list[str]:
-    """Return a text that says why the order of the data in `after` differs from the order in `before`, of which `step`
-    steps have been trained.
+    """Return a text that says why the recipe `after` would read the data in another order than the recipe `before`,
+    with which `step` steps have been trained.
 
     Each difference states the old and the new value; an empty result means that the run can go on.
 

@@ -81,9 +81,9 @@ def check_model(recipe: Recipe, folder: Path) -> None:
     number, own = weights_in(folder), weights_of(recipe)
     if number and own and number != own:
         raise CheckpointError(
-            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: "
-            "this is a checkpoint of another model; go on with the recipe that saved it (recipe.yaml in its run's "
-            "folder)"
+            f"{folder}: the checkpoint holds {number:,} weights, but the recipe's model has {own:,}: this is a "
+            "checkpoint of another model; continue with the recipe of the run that saved it (recipe.yaml in that "
+            "run's folder)"
         )
 
 
@@ -129,8 +129,8 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
     wrong += [f"no {name}, which the recipe's model has" for name in wanted if name not in held]
     if wrong:
         raise CheckpointError(
-            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; go on with the recipe that saved it "
-            "(recipe.yaml in its run's folder)"
+            f"{folder}: this is a checkpoint of another model: {_listed(wrong)}; continue with the recipe of the run "
+            "that saved it (recipe.yaml in that run's folder)"
         )
 
 
@@ -162,9 +162,9 @@ def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes, optimizer:
     ]
     if wrong:
         raise CheckpointError(
-            f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was it saved "
-            "with checkpoint.no_save_optim, or with another optimizer? To start a new run from its weights only, "
-            f"write --set checkpoint.load_path={folder}, without --resume"
+            f"{folder}: moments of the optimizer are missing or have another shape: {_listed(wrong)}; was the "
+            "checkpoint saved with checkpoint.no_save_optim, or with another optimizer? To start a new run only "
+            f"from the checkpoint's weights, write --set checkpoint.load_path={folder}, without --resume"
         )
 
 
@@ -207,8 +207,8 @@ def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError if a new run is to begin with weights of a folder that does not exist or holds none, with
-    experts in an order that the recipe does not know, or with the weights of another model.
+    """Raise CheckpointError if a new run cannot begin with the weights in `checkpoint.load_path`: the folder is missing
+    or holds no weights, its experts are in an order that the recipe does not know, or the weights are of another model.
     """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
@@ -238,7 +238,7 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
     """
     if is_sealed(folder) and (reason := fault(folder, checksums=False, without=OPTIMIZER_FILE)):
         raise CheckpointError(
-            f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another one"
+            f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another checkpoint"
         )
     wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}

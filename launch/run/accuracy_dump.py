@@ -96,7 +96,10 @@ def check_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out}: the folder is not empty, but a dump needs a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):
-        raise DataError(f"--out {out}: msprobe accepts only paths of letters, digits and _ . : / -")
+        raise DataError(
+            f"--out {out}: msprobe accepts only paths of letters, digits and the characters _ . : / -; "
+            "choose another folder"
+        )
 
 
 def full(out: Path) -> Failure | None:

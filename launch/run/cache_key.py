@@ -88,7 +88,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
 
 
 def key_of(found: Mapping[str, Any]) -> str:
-    """Return the key of the values that `parts` returned, as 32 hexadecimal digits."""
+    """Return the cache key of the values that the function `parts` returned, as 32 hexadecimal digits."""
     return hashlib.sha256(_text(found).encode()).hexdigest()[:32]
 
 

@@ -79,7 +79,8 @@ class Asked:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
         if self.script and (self.restarts > 0 or self.cached):
             raise click.UsageError(
-                "--restarts and --compile-cache work only on this host; on a cluster use tc3 agent, which has both"
+                "--restarts and --compile-cache do not work with --script; on a cluster use tc3 agent, which restarts "
+                "runs and has a compile cache"
             )
         _ = self.size
 
@@ -97,8 +98,7 @@ class Asked:
     "--parallel",
     is_flag=True,
     help=(
-        "With --mini: also keep the recipe's parallel strategy, scaled down to the number of CPU workers that "
-        "--workers gives."
+        "With --mini: keep the recipe's parallel strategy too, scaled down to as many CPU workers as --workers says."
     ),
 )
 @click.option(
@@ -122,24 +122,33 @@ class Asked:
     "--restarts",
     type=Number("restarts"),
     default=0,
-    help="Restart the run after a failure, at most this many times without a newer checkpoint in between.",
+    help="Restart the run when it fails, but at most this many times in a row without a newer checkpoint.",
 )
-@click.option("--port", type=Number("port"), help="Use this port for msrun's scheduler.  [default: a free one]")
+@click.option(
+    "--port",
+    type=Number("port"),
+    help="Use this port for the scheduler of msrun, MindSpore's torchrun.  [default: a free one]",
+)
 @no_bind_option
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path),
-    help="With --script: read the hosts from this file, one on each line as NAME [WORKERS].",
+    help="With --script: read the hosts from this file, one host per line as NAME or as NAME WORKERS (its number of "
+    "workers).",
 )
 @click.option(
     "--compile-cache",
     "cached",
     is_flag=True,
-    help="Load the graph that an earlier start of the same recipe compiled; if there is none, store this start's "
-    "graph for later starts.",
+    help="Load the graph that an earlier start of the same recipe compiled, or, if no such graph is stored, compile it "
+    "and store it for later starts.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start nothing, and write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the exact msrun command that would start the workers; start nothing, and write nothing.",
+)
 @unverified_option
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and everything else on stderr."
@@ -280,7 +289,10 @@ def _script(asked: Asked) -> None:
     The recipe is checked here; its data and devices are looked for where the script runs.
     """
     if asked.resume == "auto":
-        raise click.UsageError("--script needs --resume DIR: a script cannot know which checkpoint will be the newest")
+        raise click.UsageError(
+            "--script needs --resume DIR instead of --resume auto, because a script cannot know "
+            "which checkpoint will be the newest"
+        )
     flat, settings = checked_recipe(asked.recipe, asked.overrides, asked.steps, asked.resume, asked.run_dir)
     checkpoint = in_checkout(Path(asked.resume)) if asked.resume else ""
     place = in_checkout(asked.run_dir) if asked.run_dir else str(FULL_SIZE.run_dir(asked.recipe))

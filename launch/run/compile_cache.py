@@ -52,8 +52,8 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
         RecipeError: the recipe's `context` does.
     """
     instead = (
-        "MindSpore's own cache does not compare recipes, so it may silently train the graph of another recipe; "
-        "take this setting out, and use tc3 train --compile-cache, which compares everything on which a graph depends"
+        "MindSpore's own cache does not compare recipes, so it may silently train the graph of another recipe; remove "
+        "this setting, and use tc3 train --compile-cache, which compares everything on which a graph depends"
     )
     named = [name for name in OWN if environ.get(name) and KEY not in environ]
     if named:
@@ -204,7 +204,7 @@ def _prepare(
 
 
 def root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder that holds the caches of all keys."""
+    """Return the folder that holds one compile cache for each key."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
 
 

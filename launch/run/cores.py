@@ -48,7 +48,7 @@ class Cores:
     file: tuple[Path, Mapping[str, Any]] | None = None
 
     def write(self) -> None:
-        """Write the file from which msrun reads each worker's cores, if this binding uses one."""
+        """Write the file from which msrun reads each worker's cores, if this core binding uses such a file."""
         if self.file is not None:
             path, content = self.file
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class Size:
         return cls(mini, (workers or WORKERS) if parallel else None)
 
     def load(self, path: Path) -> Recipe:
-        """Return the recipe of a file at this size."""
+        """Load a recipe from a file, in full size or, with --mini, as its small version for CPU."""
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
@@ -137,8 +137,8 @@ def checked_recipe(
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """Return the recipe with a value in place of each `auto`. A layout of layers that no file gives is searched for if
-    `make_layout` is true.
+    """Return the recipe with a value in place of each `auto`. If the pipeline layout is `auto` and no file gives a
+    layout, a layout is searched for only if `make_layout` is true.
     """
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
@@ -191,8 +191,9 @@ def _number_of_steps(recipe: Recipe, view: View, steps: int) -> list[str]:
 
 
 def beside_steps(recipe: Recipe, steps: int | None, given: Sequence[str]) -> list[str]:
-    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If an
-    override sets a list, the value in this list that `--steps` determines is replaced by the value of `--steps`.
+    """Return the user's overrides without the keys that `--steps` sets, so that they do not contradict `--steps`. If
+    the user's override sets a whole list, and `--steps` determines one entry of the list, this entry gets the value
+    that `--steps` determines.
 
     Args:
         recipe: the recipe that has these overrides.
@@ -277,7 +278,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     if steps is not None:
         raise DataError(
             f"{what}, but --steps {steps:,} takes {view.samples:,}: choose --steps {least} at most, or add "
-            f"conversations; for several passes choose --set runner_config.epochs=N, without --steps"
+            "conversations; for several passes over the data choose --set runner_config.epochs=N, without --steps"
         )
     changes = steps_overrides(recipe, least)
     if not any(each.startswith(_WARMUP) for each in changes) and view.number(tuple(_WARMUP.split(".")), 0) >= least:

@@ -161,8 +161,8 @@ def optimizer_environment(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """Return the additional variables that workers of several nodes need: launch/script_body.sh sets the same
-    variables, and explains each of them.
+    """Return the additional variables that workers on several nodes need. The script launch/script_body.sh sets the
+    same variables for workers on several nodes, and explains each variable.
     """
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}
@@ -172,9 +172,8 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens at this moment. The port is chosen from `PORTS` if one of a few dozen
-    tries finds a free one there, because another program's connection may take a port outside of `PORTS` in the seconds
-    before msrun's scheduler listens.
+    """Return a TCP port on which nobody listens at this moment. The function prefers a port in `PORTS`, because the
+    system may give a port outside of `PORTS` to another program's connection before msrun's scheduler listens.
     """
     for port in [*(_CHANCE.choice(PORTS) for _ in range(64)), 0]:
         with socket.socket() as probe, suppress(OSError):

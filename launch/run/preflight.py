@@ -58,12 +58,14 @@ def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
         mini = os.path.relpath(ROOT / "recipes" / "mini" / "pretrain.yaml")
         raise ClusterError(
             f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, but this machine has "
-            f"{visible or 'none'} (/dev/davinci*); here, run a CPU recipe: tc3 train {mini}"
+            f"{visible or 'none'} (/dev/davinci*); on this machine, train a CPU recipe: tc3 train {mini}"
         )
 
 
 def check_memory(recipe: Mapping[str, Any]) -> None:
-    """Raise ClusterError if a sharded run on CPU needs more memory than this host has: the kernel would kill it."""
+    """Raise ClusterError if a sharded run on CPU needs more memory than this host has, because the kernel would kill
+    the run.
+    """
     if not chosen(recipe):
         return
     wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
@@ -93,7 +95,8 @@ def check_sound(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:
-    """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make it.
+    """Raise DataError if a Megatron dataset of the recipe has no .bin or .idx file; the error says how to make the
+    missing file.
 
     The function also raises DataError if two datasets of the recipe, including the held-out dataset, are known to use
     different tokenizers, or if a file of instructions is missing.
@@ -131,8 +134,8 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
             make = f"tc3 data instructions --input stdlib{share} --output {shlex.quote(output)}"
             hint = did_you_mean(os.path.normpath(file), known)
             raise DataError(
-                f"{key}: {file} was not found{hint}; name a file with your own conversations, or make one for a trial: "
-                f"{make}"
+                f"{key}: {file} was not found{hint}; name a file with your own conversations, or make a file of "
+                f"examples: {make}"
             )
 
 
@@ -205,7 +208,7 @@ def check_disk(folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ClusterError(f"{folder}: {existing} is not a writable folder; choose another one")
+        raise ClusterError(f"{folder}: nothing can be written into {existing}; choose another folder")
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE:
         raise ClusterError(
@@ -229,7 +232,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
         raise CheckpointError(
-            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror}); choose another one"
+            f"--run-dir {run_dir}: this is not a folder that can be read ({error.strerror}); choose another folder"
         ) from None
     if not {*names} - {LOCK}:
         return

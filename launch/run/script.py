@@ -166,8 +166,8 @@ def node_size(recipe: Recipe) -> int:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICES) -> Cluster:
-    """Return the nodes of `hosts_file` (each line has a name and its number of workers, `each` by default); without a
-    file, return names of nodes with `each` workers that the user has to edit.
+    """Return the nodes that `hosts_file` lists: a name and a number of workers (default: `each`) on each line. Without
+    a file, return placeholder names of nodes, which the user has to edit, with `each` workers.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -176,15 +176,15 @@ def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICE
         hosts, slots = read_hosts(hosts_file, each)
         if len(hosts) * slots != workers:
             found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
-            hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
-            raise ClusterError(f"{hosts_file}: the file lists {found}, but the recipe needs {workers}{hint}")
+            hint = f": list {workers // slots} hosts of {slots} workers" if workers % slots == 0 else ""
+            raise ClusterError(f"{hosts_file}: the file lists {found}, but the recipe needs {workers} workers{hint}")
         return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
     if workers <= each:
         return Cluster(1, workers, MASTER)
     if workers % each:
         raise ClusterError(
-            f"{workers} workers do not fill whole nodes of {each} workers: list the hosts and their workers in a file "
-            "and give it with --nodes"
+            f"the recipe's {workers} workers do not fill whole nodes of {each} workers: write a file with the line "
+            "NAME N for each host, where N is its number of workers, and give the file with --nodes"
         )
     return Cluster(workers // each, each, f"node{{0..{workers // each - 1}}}")
 
@@ -337,7 +337,7 @@ def reference_scripts() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write the launch scripts of all recipes in launch/scripts/ again."""
+    """Generate the launch scripts of all recipes anew, in the folder launch/scripts/."""
     SCRIPTS.mkdir(exist_ok=True)
     wanted = reference_scripts()
     for path in set(SCRIPTS.glob("*.sh")) - set(wanted):

@@ -45,8 +45,8 @@ ResumeCommand = Callable[[Path | None, str, int | None], list[str]]
 
 
 class TrainingProgress:
-    """A `TrainingProgress` follows a run by its file `RUN/metrics/rank_N.jsonl`. Use the object as a context manager,
-    and call its method `tick` a few times a second.
+    """A `TrainingProgress` shows the user the steps that a run appends to its file `RUN/metrics/rank_N.jsonl`. Use the
+    object as a context manager, and call its method `tick` a few times a second.
     """
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
@@ -120,8 +120,8 @@ class TrainingProgress:
 def draw_loss_curve(
     steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[float, Evaluation]
 ) -> Path:
-    """Draw the loss over `steps` (step -> its record), and as points the losses in `evaluations` (step -> held-out
-    losses); if there are several corpora, each has a separate line.
+    """Draw the training loss in `steps` (step -> record of the step) as a curve, and the held-out losses in
+    `evaluations` (step -> losses) as points; several held-out corpora have separate lines.
 
     Matplotlib is imported only here; its Agg backend needs no display. The function returns `out_path`.
     """
@@ -232,8 +232,8 @@ def words_to_go_on(
     change: str,
     steps: int | None = None,
 ) -> list[str]:
-    """Return the command that continues a run, or that starts a new run from `weights`, with `--steps` if `steps` is
-    not None; the command contains no override that contradicts `--steps`.
+    """Return the command that continues a run, or that starts a new run from `weights`. If `steps` is not None, the
+    command has the option `--steps` and no override that contradicts this option.
 
     Args:
         begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.

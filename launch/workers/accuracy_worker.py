@@ -34,9 +34,14 @@ DEBUGGER = "msprobe_debugger"
 @click.option(
     "--level",
     required=True,
-    help="Use this level of msprobe: L0 dumps cells, L1 dumps functions, mix dumps both, and L2 dumps kernels.",
+    help="Choose where msprobe dumps tensors: at cells, which are MindSpore's modules (L0), at functions (L1), at both "
+    "(mix), or at kernels (L2).",
 )
-@click.option("--task", required=True, help="Dump each tensor's statistics (statistics) or all its values (tensor).")
+@click.option(
+    "--task",
+    required=True,
+    help="Choose what is dumped of each tensor: only its statistics (statistics), or also all its values (tensor).",
+)
 @unverified_option
 def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
     """Run a recipe and dump its tensors on this worker."""

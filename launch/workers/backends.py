@@ -76,8 +76,8 @@ class ShardedCpu(Ascend):
         self._adapter.after_context()
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return a context manager that raises the errors of this backend instead of MindSpore's consequential
-        errors.
+        """Return a context manager that raises the errors of this backend instead of the errors that MindSpore raises
+        as a consequence.
         """
         return self._host.own_errors()
 

@@ -40,8 +40,8 @@ def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the recipe with `context.affinity_config` set to the file by which msrun has bound this process, so that
-    MindSpore binds its threads by the same file; a recipe with its own binding is returned unchanged.
+    """Return the recipe with `context.affinity_config` set to msrun's file of core bindings, so that MindSpore binds
+    its threads to the same cores as msrun. A recipe with its own binding is returned unchanged.
 
     Without this key MindFormers lets MindSpore move the main thread to other cores. MindFormers recognises a file by
     the ending of its name.

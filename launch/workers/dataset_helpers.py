@@ -27,7 +27,7 @@ def use_this_python() -> None:
 
 
 def build() -> None:
-    """Compile the helper if it is not up to date.
+    """Compile MindFormers' C++ helper of its dataset, if the compiled file is not up to date.
 
     Raises:
         ClusterError: mindformers is not installed, or make or g++ fails (the compiler's words are in the message).
@@ -40,7 +40,7 @@ def build() -> None:
     try:
         done = subprocess.run(["make", "-C", str(folder)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise ClusterError("make is not installed: apt-get install make g++") from error
+        raise ClusterError("make is not installed; install it with: apt-get install make g++") from error
     if done.returncode:
         raise ClusterError(f"MindFormers' dataset helper does not compile:\n{done.stderr.strip()[-800:]}")
 

@@ -66,8 +66,8 @@ class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
         if (num_shards or 1) != schedule.layout.ranks:
             raise RecipeError(
                 f"parallel.dataset_strategy: the data is divided among {num_shards or 1} ranks, but "
-                f"parallel_config.data_parallel is {schedule.layout.ranks}: plugins.attention_balance needs both to be "
-                "equal"
+                f"parallel_config.data_parallel is {schedule.layout.ranks}: plugins.attention_balance needs both "
+                "numbers to be equal"
             )
         if isinstance(stock.source, BaseMockDataLoader):
             return stock
@@ -126,8 +126,8 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
 
 def trained_items(order: np.ndarray, trained: int, skipped: Ranges, available: int) -> np.ndarray:
-    """Return the items that a run trains, int64 [up to `trained`]: without `skipped`, items further behind take the
-    places of those that are left out.
+    """Return the items that a run trains, int64 [up to `trained`]. The samples in `skipped` are left out, and later
+    items of the dataset take the places of the samples that are left out.
 
     Args:
         order: see `order_of`; trained: how many samples the run trains; skipped: as in `Schedule`.

@@ -20,8 +20,8 @@ _ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
 @dataclass(frozen=True)
 class ContextPlan:
     """A `ContextPlan` is the division of a sample over context-parallel ranks. `ranges` holds for each rank int64 [n,
-    2]: the first token of each of its ranges and the token after the last one; the ranges are in rising order and not
-    adjacent. `pairs` is int64 [cp]: the pairs of tokens whose attention each rank computes.
+    2]: the first token and the end (exclusive) of each of the n token ranges of the rank, which are in rising order and
+    not adjacent. `pairs` is int64 [cp]: the number of token pairs whose attention each rank computes.
     """
 
     ranges: list[np.ndarray]

@@ -150,18 +150,17 @@ def objective_of(
     together = max(expert_parallel // devices, 1)
     if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
         raise RecipeError(
-            f"parallel_config.expert_parallel: an EP group of {expert_parallel} devices neither consists of whole "
-            f"data-parallel ranks nor divides a data-parallel rank (a rank has context_parallel {context_parallel} x "
-            f"model_parallel "
-            f"{tensor_parallel} devices, and data_parallel is {data_parallel}); write a divisor or multiple of "
-            f"{devices} that divides {data_parallel * devices}"
+            "parallel_config.expert_parallel: an EP group must consist of whole data-parallel ranks, or be an equal "
+            f"part of one rank, but {expert_parallel} devices are neither: a data-parallel rank has "
+            f"context_parallel {context_parallel} x model_parallel {tensor_parallel} devices, and data_parallel is "
+            f"{data_parallel}; write a divisor or multiple of {devices} that divides {data_parallel * devices}"
         )
     return Objective(together, pipeline_stages, 1 / (3.0 + recomputed))
 
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
     """Return a lower bound on the step time [...] of any assignment of the samples, in the unit of `costs` [...,
-    samples]. The returned bound is the largest of several bounds.
+    samples]. The returned bound is the largest of several lower bounds on the step time.
 
     With one sample in a slot, one group of ranks and no pipeline some assignment reaches the bound (`assign.py`). The
     other cases use the following bounds (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups

@@ -88,8 +88,8 @@ class Layout:
 
 
 def epoch_plan(costs: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots], which hold the numbers of items
-    of the dataset.
+    """Return the plans of all whole steps, int64 [steps, ranks, micro_batches, slots]; the values are indices of the
+    dataset's items.
 
     A step's plan follows only from the samples of its window. Windows begin at multiples of their size, counted from
     step 0, so a resumed run has the same windows as an uninterrupted run.
@@ -325,8 +325,8 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     interleaved = count_at(recipe, INTERLEAVE)
     if interleaved > 1:
         raise RecipeError(
-            f"{KEY} does not support interleaved parts of micro-batches: with {interleaved}, MindFormers takes "
-            f"{interleaved} times as many samples and cuts each micro-batch again; write 1",
+            f"{KEY} does not support the value {interleaved}, with which MindFormers takes {interleaved} times as many "
+            "samples per step and splits each micro-batch; write 1",
             INTERLEAVE,
         )
     parallel = recipe.get("use_parallel") is True

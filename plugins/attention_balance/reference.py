@@ -116,7 +116,7 @@ def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> 
 
 
 def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Return the tokens and the pairs of attending tokens of each context-parallel rank, counted token by token.
+    """Return the numbers of tokens and of attending token pairs of each context-parallel rank, counted token by token.
 
     segments: tokens of each document; ranges: for each rank [n, 2] as in `ContextPlan`.
     """
@@ -131,12 +131,12 @@ def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.nd
 
 
 def shuffled(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Return a plan that assigns the samples in a random order, with the same seed in each call."""
+    """Return a plan that assigns the samples in a random order, which is the same in each call."""
     return np.random.default_rng(0).permutation(len(costs)).reshape(ranks, micro_batches, slots)
 
 
 def sort_snake(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """Sort the samples by falling cost and deal them to the ranks back and forth."""
+    """Sort the samples by falling cost, and assign them one by one to ranks 0 to n - 1, then n - 1 to 0, and so on."""
     rounds = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(ranks, micro_batches, slots)

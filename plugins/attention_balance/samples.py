@@ -103,8 +103,8 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
 
 
 def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
-    """Return the values of a `BlendedDataset`'s items, in the order of the blend, from the values of the samples of its
-    datasets.
+    """Return one value for each item of a `BlendedDataset`, in the order of the blend; `values` holds the values of the
+    samples in each blended dataset.
 
     Args:
         values: for each dataset, float64 [its samples], in that dataset's order.
@@ -375,5 +375,6 @@ def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
     if len(other):
         raise DataError(
             f"{CONFIG}.eod: documents of {corpus} do not end with token {eod}: {len(other)} of {len(tokens)} documents "
-            f"end with token {other[0]}; masks and costs need the corpus' own end-of-document token"
+            f"end with token {other[0]}; write the token with which the documents of the corpus end, because "
+            "attention masks and costs depend on it"
         )

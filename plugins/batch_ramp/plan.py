@@ -46,7 +46,10 @@ def _stages(value: Any) -> Stages:
             wrong = f"a stage that ends at step {later} is listed after a stage that ends at step {end}"
             raise RecipeError(f"{wrong}; sort the stages by their last step")
         if larger <= batch:
-            wrong = f"the batch does not grow from {batch} samples until step {end} to {larger} until step {later}"
+            wrong = (
+                f"the stage until step {later} has {larger} samples per step, which is not more than the {batch} "
+                f"samples of the stage until step {end}"
+            )
             raise RecipeError(f"{wrong}; write a larger number, or join the two stages")
     return tuple((end, batch) for end, batch in value)
 
@@ -174,7 +177,7 @@ class Division:
 
     @property
     def full(self) -> int:
-        """Return the number of samples in a step with the batch that the recipe itself gives."""
+        """Return the number of samples in a step with the recipe's own batch, which is the batch after the ramp."""
         return self.ranks * self.micro * self.micro_batches
 
     @property
@@ -221,35 +224,36 @@ def check(recipe: Mapping[str, Any]) -> Settings:
             parts = f"{division.ranks} data-parallel ranks"
             parts += "" if division.whole else f" x {division.micro} samples of a micro-batch"
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} are not divisible by {division.unit} ({parts}); "
-                f"{division.advice(max(division.least, round(batch / division.unit)), 'write')}",
+                f"the stage until step {end} has {batch} samples per step, which are not divisible by {division.unit} "
+                f"({parts}); {division.advice(max(division.least, round(batch / division.unit)), 'write')}",
                 key,
             )
         if (made := division.micro_batches_at(batch)) < division.pipeline:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make {made} micro-batches, fewer than the "
-                f"{division.pipeline} stages of the pipeline; {division.advice(division.pipeline)}",
+                f"the stage until step {end} has {batch} samples per step; these make {made} micro-batches, fewer than "
+                f"the {division.pipeline} stages of the pipeline; {division.advice(division.pipeline)}",
                 key,
             )
         if made < division.least and division.pipeline > 1:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make {made} micro-batches, but {division.scheduler} "
-                f"needs {division.least} for the {division.pipeline} stages of the pipeline; "
+                f"the stage until step {end} has {batch} samples per step; these make {made} micro-batches, but "
+                f"{division.scheduler} needs {division.least} for the {division.pipeline} stages of the pipeline; "
                 f"{division.advice(division.least)}",
                 key,
             )
         if made < division.least:
             raise RecipeError(
-                f"the {batch} samples of a step until step {end} make one micro-batch. With a single micro-batch "
-                f"MindSpore accumulates wrong gradients (in one process they are zero); {division.advice(2)}, or "
-                "halve runner_config.batch_size and double runner_config.gradient_accumulation_steps",
+                f"the stage until step {end} has {batch} samples per step, which make only one micro-batch. With a "
+                "single micro-batch MindSpore accumulates wrong gradients (in one process they are zero); "
+                f"{division.advice(2)}, or halve runner_config.batch_size and double "
+                "runner_config.gradient_accumulation_steps",
                 key,
             )
     last, most = settings.stages[-1]
     if most >= division.full:
         raise RecipeError(
-            f"the stage until step {last} has {most} samples, but the recipe's own batch, which follows, has "
-            f"{division.full}; write fewer samples, or raise runner_config.batch_size or the micro-batches",
+            f"the last stage, until step {last}, has {most} samples per step, but the recipe's full batch after it has "
+            f"only {division.full}; write fewer samples, or raise runner_config.batch_size or the micro-batches",
             key,
         )
     _check_loader(recipe, division)
@@ -258,7 +262,10 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"the value {SAMPLES!r} works only with lr_schedule, which this recipe lacks"
         raise RecipeError(f"{wrong}; write {STEPS!r}, or add lr_schedule", f"{KEY}.learning_rate")
     if settings.learning_rate == SAMPLES and value_at(recipe, "grouped_lr_schedule"):
-        wrong = f"the value {SAMPLES!r} works only with one lr_schedule for all weights, not with one for each group"
+        wrong = (
+            f"the value {SAMPLES!r} works only with one lr_schedule for all weights, not with a schedule for each "
+            "parameter group"
+        )
         raise RecipeError(f"{wrong}; write {STEPS!r}", f"{KEY}.learning_rate")
     return settings
 
@@ -306,5 +313,5 @@ def _check_others(recipe: Mapping[str, Any], division: Division) -> None:
     for name, why in (_NEVER | (_OF_ONE_BATCH if division.whole else _OF_MICRO_BATCHES)).items():
         if value_at(recipe, f"plugins.{name}", False) not in (None, False):
             raise RecipeError(
-                f"the plugin {why}, but {KEY} changes that size; leave one of the two out", f"plugins.{name}"
+                f"the plugin {why}, but {KEY} changes that size; leave one of the two plugins out", f"plugins.{name}"
             )

@@ -27,13 +27,17 @@ def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[
 
 
 def full_steps(stages: Sequence[tuple[int, int]], full: int, step: int) -> float:
-    """Return how many steps of the full batch hold the samples of the first `step` steps."""
+    """Return the number of samples in the first `step` steps, divided by the number of samples in a step of the full
+    batch.
+    """
     largest = max([full, *(batch for _, batch in stages)])
     return sum(map(len, batches(stages, full, largest * step)[:step])) / full
 
 
 def dealt(step: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the samples of each data-parallel rank, if the samples of each step are dealt to the ranks one by one."""
+    """Return the samples of each data-parallel rank, if a step's samples are assigned to the ranks in round-robin
+    order.
+    """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for place, sample in enumerate(step):
         hands[place % ranks].append(sample)

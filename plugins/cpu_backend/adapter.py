@@ -109,15 +109,15 @@ def check(config) -> None:
         (
             parallel.expert_parallel == 1 or (config.get("plugins") or {}).get("hierarchical_ep"),
             "parallel_config.expert_parallel",
-            "plugins.hierarchical_ep to bring tokens to the experts of other workers",
+            "1, or switch on plugins.hierarchical_ep, which brings tokens to the experts of other workers",
         ),
     ]
     for holds, key, right in rules:
         if not holds:
-            raise RecipeError(f"{key}: device_target CPU needs {right}")
+            raise RecipeError(f"{key}: this value does not work with context.device_target: CPU; write {right}")
     unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
     if unknown:
         raise RecipeError(
-            f"model.model_config.architectures: {unknown[0]!r} has no class that runs on CPU; the architectures that "
-            "have one are: " + ", ".join(ARCHITECTURES)
+            f"model.model_config.architectures: {unknown[0]!r} has no implementation for CPU; the architectures that "
+            "run on CPU are: " + ", ".join(ARCHITECTURES)
         )

@@ -136,7 +136,7 @@ relies_on(Attention.construct, "query = self.cast(query, mstype.float16)")
 
 
 class Unrounded(PrimitiveLike):
-    """This `Cast` omits casts to float16."""
+    """An `Unrounded` replaces MindSpore's operator `Cast`, and leaves out casts to float16."""
 
     def __init__(self, cast):
         super().__init__()
@@ -328,4 +328,4 @@ def _refuse_unsupported(config, attention_dropout):
         if getattr(config, name):
             raise RecipeError(f"{where}.{name}: must be False, because CPU attention reads the full mask")
     if config.window_size:
-        raise RecipeError(f"{where}.window_size: sliding windows are not supported")
+        raise RecipeError(f"{where}.window_size: attention with sliding windows is not supported; leave the key out")

@@ -40,7 +40,7 @@ def _of_first(*dtypes):
 
 
 def operator(function, shape, dtype=_of_first):
-    """Return an `ops.Custom` operator for a Python function, in such a way that any process finds the function again.
+    """Return an `ops.Custom` operator that calls a Python function by a number which is the same in every process.
 
     Args:
         function: a function from NumPy arrays to arrays, defined by `def`, which may capture only immutable values.
@@ -159,8 +159,8 @@ def _text(value: Any, what: str) -> str:
     if type(value) in (type(None), bool, int, float, str):
         return repr(value)
     raise TypeError(
-        f"{what} is {value!r}: a function in a graph may capture only None, bool, int, float, str and tuples of these, "
-        "so that its name identifies it"
+        f"{what} is {value!r}, but a Python function that a graph calls may capture only values of type None, bool, "
+        "int, float and str, and tuples of these values"
     )
 
 

@@ -186,7 +186,7 @@ class Mailbox:
         self.buffered: defaultdict[int, int] = defaultdict(int)
 
     def put(self, peer: int, frame: Frame) -> None:
-        """Keep a frame that has arrived from a peer."""
+        """Store a frame (a message) that has arrived from another rank."""
         with self.changed:
             if frame.tag == STATUS:
                 self._said[peer] = frame.note

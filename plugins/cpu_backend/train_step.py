@@ -135,7 +135,7 @@ class AllReduceMean(nn.Cell):
         self.size = size
 
     def construct(self, x):
-        """Return the mean, in the shape of the input."""
+        """Return the mean of the input over all ranks, in the shape of the input."""
         return self.sum(x) / self.size
 
 

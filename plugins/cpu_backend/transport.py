@@ -306,7 +306,7 @@ class Mesh:
 
 
 def mesh() -> Mesh:
-    """Return the mesh of this process; call `connect` first."""
+    """Return this process's connections to all other ranks (a `Mesh`); call `connect` first."""
     return _open[0]
 
 

@@ -19,7 +19,7 @@ def enable(config, settings) -> None:
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
         raise RecipeError(
-            "plugins.ep_overlap divides the dispatch of plugins.hierarchical_ep into parts; switch on "
+            "this plugin splits the token dispatch of plugins.hierarchical_ep into chunks; switch on "
             "plugins.hierarchical_ep, too",
             plan.KEY,
         )

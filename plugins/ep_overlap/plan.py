@@ -78,8 +78,8 @@ Chain = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Passes(Generic[T]):
-    """A `Passes` holds one value for each kind of pass: forward, backward, and a backward that first repeats the
-    forward.
+    """A `Passes` holds one value for each kind of pass: forward, backward, and backward with recomputation, which first
+    repeats the forward pass.
     """
 
     forward: T
@@ -87,13 +87,13 @@ class Passes(Generic[T]):
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """Apply the function to the value of each pass, and return the results by pass."""
+        """Apply a function to the value of each kind of pass (forward, backward, ...), and return the results."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A `Layer` is one MoE layer on one micro-batch, with the seconds of each step on the busiest rank.
+    """A `Layer` holds the seconds that each step of one MoE layer takes on the busiest rank for one micro-batch.
 
     Args:
         forward, backward: the steps of a chunk, one after the other: dispatch, experts, combine; in the backward pass
@@ -112,7 +112,8 @@ class Layer:
 
     @cached_property
     def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
-        """Return for each pass the steps that a chunk passes through, and the seconds of the shared expert.
+        """Return for each kind of pass (see `Passes`) the steps through which a chunk of tokens goes, and the seconds
+        of the shared expert.
 
         All chunks pass through one chain of steps before the next chain begins: a recomputed layer first repeats the
         forward pass for all chunks, and then computes gradients.
@@ -261,8 +262,8 @@ def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool 
 
 
 def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-    """Return the division into chunks and the order for which the layer's forward plus backward time is shortest; if
-    the layer is recomputed, the backward pass repeats the forward pass.
+    """Return the division into chunks and the order of issue for which the layer's forward plus backward time is
+    shortest; if the layer is recomputed, the backward pass repeats the forward pass.
 
     Args:
         batch, sequence: the numbers of samples and of tokens of a sequence that a rank holds of a micro-batch.

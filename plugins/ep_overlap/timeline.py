@@ -107,7 +107,7 @@ def _check(ops: Iterable[Op]) -> None:
     for op in ops:
         if not set(op.streams) <= set(STREAMS):
             raise ValueError(
-                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and 'both'"
+                f"{op.key}: stream {op.stream!r} does not exist; the streams are {', '.join(STREAMS)} and both"
             )
         if op.key in keys:
             raise ValueError(f"{op.key}: the operation is issued twice")

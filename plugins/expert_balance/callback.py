@@ -121,7 +121,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self._record(step, tokens, slots, copies, batches, self._move(step, slots) if due(step, every) else None)
 
     def connect(self):
-        """Return the object (see `executor.Ranks`) that connects all ranks of the run."""
+        """Return the object (an `executor.Ranks`) through which all ranks of the run communicate."""
         from plugins.cpu_backend import transport
 
         return transport.mesh() if get_real_group_size() > 1 else Alone()
@@ -141,7 +141,7 @@ class ExpertBalance(ExpertMigrateCallback):
         return total(self.ranks, np.rint(shares * self.copies).astype(np.int64)), slots, batches
 
     def hand_out(self, own):
-        """Return rank 0's array `own` on every rank (see `from_first`)."""
+        """Broadcast rank 0's array `own` to all ranks, and return it."""
         return from_first(self.ranks, own)
 
     def movable(self):

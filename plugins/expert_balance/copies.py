@@ -31,7 +31,7 @@ NOTHING = -1  # in a spare slot
 
 
 def none(layers: int, devices: int, spare: int) -> np.ndarray:
-    """Return the spare slots of each layer, int64 [layers, D x spare], all of them empty (`NOTHING`)."""
+    """Return a plan without copies: the spare slots of each layer, int64 [layers, D x spare], all empty (`NOTHING`)."""
     return np.full((layers, devices * spare), NOTHING, np.int64)
 
 
@@ -84,8 +84,8 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
 
 
 def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> int:
-    """Return the number of tokens on the fullest device if each expert's tokens are dealt equally, in whole tokens, to
-    its own slot and its copies.
+    """Return the number of tokens on the fullest device if each expert's tokens are distributed equally, in whole
+    tokens, over its own slot and its copies.
     """
     filled = np.flatnonzero(copies != NOTHING)
     parts = share(loads, 1 + np.bincount(copies[filled], minlength=len(loads)))
@@ -95,8 +95,8 @@ def fullest(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: i
 
 
 def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices: int) -> np.ndarray:
-    """Return the tokens of each device, float [layers, D], if each expert's tokens are dealt equally to its own slot
-    and its copies.
+    """Return the tokens of each device, float [layers, D], if each expert's tokens are distributed equally over its own
+    slot and its copies.
 
     Args:
         loads: [layers, E]. slots: int [layers, E]. copies: int [layers, D x spare].

@@ -95,8 +95,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Slice:
-    """A `Slice` is the part of a tensor that this rank holds. The tensor has an equal number of rows along axis 0 for
-    each expert, in the order of slots.
+    """A `Slice` is the part of a tensor that this rank holds. The tensor has along axis 0 an equal number of rows for
+    each expert, in the order of the experts' slots.
 
     Attributes:
         parameter: this rank's slice of axis 0.
@@ -132,8 +132,8 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """Return rank 0's array [n, ...] on every rank. All other ranks pass an array `own` with zero rows and the same
-    other dimensions.
+    """Broadcast rank 0's array [n, ...] to all ranks, and return it on every rank. All ranks except rank 0 pass an
+    array `own` that has no rows, and in the other dimensions the same sizes as rank 0's array.
     """
     return _from_all(ranks, _LOADS, own)[0]
 

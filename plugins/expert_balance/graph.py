@@ -175,8 +175,8 @@ class PlacedGroupedGEMM(FFNGroupedGEMM):
 
 
 class PlacedDispatch(RoutedExperts):
-    """A `PlacedDispatch` is the routed experts of `plugins.hierarchical_ep` with their dispatch, and with a `placement`
-    parameter that holds the slot of each expert.
+    """A `PlacedDispatch` adds a `placement` parameter, which holds the slot of each expert, to the routed experts and
+    the dispatch of `plugins.hierarchical_ep`.
     """
 
     def __init__(self, config, settings, net, rows, streams):
@@ -209,7 +209,7 @@ class ShardedExpertBalance(ExpertBalance):
     """
 
     def connect(self):
-        """Return the object that connects all ranks of the run by MindSpore's collectives."""
+        """Return the object through which all ranks of the run communicate by MindSpore's collectives."""
         self.rank, devices = get_real_rank(), get_real_group_size()
         each = devices // ms.get_auto_parallel_context("pipeline_stages")
         self.first = self.rank // each * each  # rank of this stage
@@ -219,8 +219,8 @@ class ShardedExpertBalance(ExpertBalance):
         return self._among(range(devices))
 
     def of_all(self, shares, slots):
-        """Return the experts' loads of all ranks, in the form that `ExpertBalance.of_all` returns. The token counts of
-        all EP groups of a stage are added up.
+        """Return the experts' loads summed over all ranks, as `ExpertBalance.of_all` does. The token counts of all EP
+        groups of a stage are added up.
         """
         batches = np.rint(shares.sum(1)) * (self.stage.size // self.devices)
         own = np.column_stack([np.rint(shares * self.copies), slots, batches]).astype(np.int64)
@@ -231,7 +231,9 @@ class ShardedExpertBalance(ExpertBalance):
         return tokens, slots, batches[:, 0]
 
     def hand_out(self, own):
-        """Return rank 0's array on every rank; the array is sent through the first rank of each pipeline stage."""
+        """Broadcast rank 0's array to all ranks, and return it; the array is sent through the first rank of each
+        pipeline stage.
+        """
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):

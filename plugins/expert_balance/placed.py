@@ -17,8 +17,8 @@ from plugins.cpu_backend.layers import GroupedExperts
 
 
 def placement(experts: int) -> Parameter:
-    """Return the `placement` parameter, int32 [E]: the slot of each logical expert. At first, expert e is in slot e for
-    every e. MindFormers saves and loads this parameter with the weights.
+    """Return the `placement` parameter, int32 [E]: the slot of each logical expert. In a new training, expert e is in
+    slot e for every e. MindFormers saves and loads the `placement` parameter with the weights.
     """
     return Parameter(Tensor(np.arange(experts), ms.int32), name="placement", requires_grad=False)
 

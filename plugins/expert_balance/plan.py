@@ -30,7 +30,8 @@ PARTS = 256  # of a token: a prediction is rounded to them
 
 def near_enough(each: int) -> float:
     """Return the relative amount by which the load of a device with `each` experts may exceed the best possible load
-    before experts are moved. Smaller gains are not worth a move, because they are lost when loads change.
+    before experts are moved. A smaller gain in balance is not worth a move of experts, because it is lost when the
+    loads change.
 
     A swap has `each` squared pairs of experts to choose from, so a single swap can close a gap of the order 1 / `each`
     squared; closing a smaller gap takes many swaps. The factor was chosen for the drifting loads of
@@ -50,7 +51,7 @@ def improved(
     nodes: int = 1,
 ) -> np.ndarray:
     """Return the placement int64 [E] that results from swaps of experts between the fullest device and another device.
-    Each swap is chosen so that afterwards the fuller of its two devices has the lowest load.
+    Each swap of two experts is chosen so that afterwards the fuller of the two devices has the lowest possible load.
 
     If no swap of two experts helps and devices hold few experts, two experts are swapped with two experts. A device
     whose load no swap lowers is set aside, and the next fullest device is tried: the fullest device is often one with a
@@ -264,7 +265,7 @@ class Prediction:
         self.loads: np.ndarray | None = None
 
     def see(self, loads: np.ndarray) -> None:
-        """Add the loads [layers, E] of a step to the average."""
+        """Update the moving average with the loads [layers, E] of a step."""
         seen = np.asarray(loads, np.float64)
         self.loads = seen.copy() if self.loads is None else self.decay * self.loads + (1 - self.decay) * seen
 

@@ -79,8 +79,8 @@ class Record:
 
     @property
     def on_devices(self) -> np.ndarray:
-        """Return the tokens of each device, [layers, D]; the tokens of an expert are dealt equally to its own slot and
-        its copies.
+        """Return the tokens of each device, [layers, D]; the tokens of an expert are distributed equally over its own
+        slot and its copies.
         """
         return loads_with(self.tokens, self.slots, self.held, self.devices)
 
@@ -130,8 +130,8 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def read(path: Path, until: int | None = None, say: Callable[[str], None] | None = None) -> list[Record]:
-    """Return the records in a file, as a dictionary by step. The steps that a resumed run repeats replace the earlier
-    records of these steps.
+    """Return the recorded expert loads in a file, as a dictionary step -> record. If a resumed run repeated some steps,
+    the new records of these steps replace the old ones.
 
     Args:
         until: the last step to read, such as the one from which a run is resumed; None: all.
@@ -158,8 +158,8 @@ def _follow(before: Record, record: Record, place: str) -> None:
     layouts = {(each.layers, each.tokens.shape, each.devices) for each in (before, record)}
     if len(layouts) > 1:
         raise DataError(
-            f"{place}: the number of layers, experts or devices differs from that in the lines above; write one file "
-            f"for each layout"
+            f"{place}: the number of layers, experts or devices differs from the lines above; write one file for each "
+            "parallel layout"
         )
 
 
@@ -217,7 +217,7 @@ def _table(value: Any) -> np.ndarray:
     """Return lists of lists as an int64 array; a conversion by NumPy would round 1.5 to 1."""
     found = np.array(value)
     if found.dtype != np.int64:
-        raise ValueError("all rows of a table must be equally long and hold integers of 64 bits")
+        raise ValueError("tokens, slots and copies must be lists of equally long lists of 64-bit integers")
     return found
 
 
@@ -251,7 +251,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: there must be 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "the slots are not a placement of experts, because each slot of a layer must occur exactly once"
+        wrong = "slots is not a placement of experts, because each slot number must occur exactly once in a layer"
     else:
         held = [(record.slots, record.copies)]
         held += [(record.moved.slots, record.moved.copies)] if record.moved else []
@@ -291,8 +291,8 @@ def carry_over(
 ) -> tuple[list[Record], str]:
     """Copy the records of the steps up to `step` from `source` into the file `own`; copy nothing if `source` is of
     another layout or global batch, or cannot be read. If `source` is the file `own` itself and its records cannot be
-    used, the file is renamed, and a new one begins. (In another global batch a step number is another place in the
-    data.)
+    used, the file is renamed, and a new file begins. (With another global batch, the same step number stands for other
+    samples.)
 
     Args:
         form: devices, layers and experts of this run.

@@ -1,7 +1,7 @@
-"""This module is the slow reference of the planners. The module finds the best placement by trying every placement of a
-few experts, or by an integer program for 16 experts on 4 devices. The module plans copies by counting every device anew
-for each possible copy, or by trying every way to fill the spare slots, and it chooses the slot of each token one by
-one.
+"""This module plans placements and copies of experts slowly, as a reference for tests of the real planners. The module
+finds the best placement by trying every placement of a few experts, or by an integer program for 16 experts on 4
+devices. The module plans copies by counting every device anew for each possible copy, or by trying every way to fill
+the spare slots, and it chooses the slot of each token one by one.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def eplb_ratios(records: Sequence[Record], every: int, decay: float, spare: int)
 
 
 def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return for each layer the tokens of the fullest device divided by the mean, if the tokens of an expert are dealt
-    equally to all slots that hold the expert.
+    """Return for each layer the tokens of the fullest device divided by the mean, if the tokens of an expert are
+    distributed equally over all slots that hold the expert.
 
     Args:
         loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.

@@ -83,8 +83,8 @@ class Settings(Section):
         """
         if self.moves is not None and self.method not in _BUDGETED:
             raise RecipeError(
-                f"method {self.method} plans every placement from scratch and ignores a limit of moves; write moves: "
-                "null, or method: swaps",
+                f"method {self.method} plans every placement from scratch, so it cannot obey a limit on moves; write "
+                "moves: null, or method: swaps",
                 f"{KEY}.moves",
             )
         if not self.every and not self.record and not self.routers:
@@ -131,7 +131,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     if not counts:
         raise RecipeError(
             "the router counts the tokens of each expert only if model.model_config.moe_router_enable_expert_bias is "
-            f"True; set it to True, or write {KEY}: False",
+            f"True; set that key to True, or write {KEY}: False",
             KEY,
         )
     if ours.every and expert_parallel == 1:
@@ -142,7 +142,7 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
         )
     if ours.every and optimizer not in _OPTIMIZERS:
         raise RecipeError(
-            f"only the state of {' and '.join(_OPTIMIZERS)} moves with an expert, and not that of optimizer.type: "
+            f"only the optimizer states of {' and '.join(_OPTIMIZERS)} can move with an expert, and this recipe has "
             f"{optimizer}; write optimizer.type: {_OPTIMIZERS[0]}, or every: 0 to only record loads",
             every,
         )

@@ -128,7 +128,7 @@ def end(saver, step, wrong):
 
 
 def way_on(saver):
-    """Return the end of the message of the error that ends a run: the checkpoint from which to resume (or that the run
+    """Return the advice that ends the error message of a stopped run: from which checkpoint to resume (or that the run
     has to start over), and what to change first.
     """
     change = "with a lower learning rate or other data: as it was, it would come to the same"

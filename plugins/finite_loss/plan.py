@@ -86,8 +86,8 @@ class Watch:
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
     ) -> str | None:
-        """Check the values of a step, and count the step if one of them is not finite. Return the reason if the run
-        must end now, otherwise None.
+        """Check the values of a step, and count the step if one of them is not finite. Return the reason why the run
+        must end now, or None if the run may continue.
 
         Args:
             step: the number of the step, from 1 on; losses: name -> loss, see `METRICS`, None if it is unknown; norm:

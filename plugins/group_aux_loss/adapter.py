@@ -1,5 +1,5 @@
-"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss is computed over the tokens of an EP
-group together (Pangu Ultra MoE).
+"""This module enables `plugins.group_aux_loss` of a recipe: the auxiliary loss is computed over all tokens of an EP
+group, as in Pangu Ultra MoE.
 
 With p the mean of the router's normalised scores over tokens, f the share of choices that falls on an expert, and E
 experts, the loss of a layer is coefficient x E x sum(p f). The loss is linear in p, and f has no gradient: so it is

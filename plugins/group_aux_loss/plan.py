@@ -17,7 +17,7 @@ DEFAULT_KIND = "sub_seq_aux_loss"  # MindFormers', where a recipe names none
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """This plugin has no settings: its section is `True`."""
+    """This plugin has no settings; a recipe enables it with the value `True`."""
 
     KEY = KEY
     RIGHT = "write True, or False to leave the loss to MindFormers"

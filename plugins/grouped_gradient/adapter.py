@@ -22,7 +22,7 @@ WITHOUT = f"until this is solved, write {plan.KEY}: False"
 
 
 def enable(config, settings) -> None:
-    """Make graphs that are compiled later add the gradients of their grouped weights in place; on a CPU this function
+    """Make graphs that are compiled later add the weight gradients of grouped matmuls in place; on a CPU this function
     does nothing.
 
     Raises:
@@ -34,8 +34,8 @@ def enable(config, settings) -> None:
 
 
 def add_pass() -> None:
-    """Compile the C++ pass if needed, and register it for this process. If the pass cannot change a graph, an error is
-    raised later, when the model is compiled.
+    """Compile the C++ pass if needed, and register it for this process. If the compiler pass cannot change a graph, an
+    error is raised later, when the model is compiled.
 
     Raises:
         ClusterError: the pass cannot be compiled, or MindSpore refuses it.

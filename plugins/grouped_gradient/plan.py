@@ -65,9 +65,19 @@ def _unfit(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     if value_at(recipe, key):
         found.append((key, "a ReduceScatter stands between each gradient and its sum"))
     if dtype not in LOW:
-        found.append(("model.model_config.compute_dtype", f"the operator multiplies {LOW[0]} or {LOW[2]}, not {dtype}"))
+        found.append(
+            (
+                "model.model_config.compute_dtype",
+                f"the plugin's operator multiplies only {LOW[0]} or {LOW[2]}, not {dtype}",
+            )
+        )
     if (params := model.get("params_dtype", FP32[0])) not in FP32:
-        found.append(("model.model_config.params_dtype", f"the operator adds to sums in {FP32[0]}, not in {params}"))
+        found.append(
+            (
+                "model.model_config.params_dtype",
+                f"the plugin's operator adds gradients only to {FP32[0]} sums, not to {params} sums",
+            )
+        )
     if jit_level == NOT_BY_KERNEL:
         found.append(("context.jit_config.jit_level", f"the operator runs kernel by kernel, not with {jit_level}"))
     return found

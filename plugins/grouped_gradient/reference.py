@@ -1,6 +1,4 @@
-"""This module computes the sum over micro-batches of a gradient of grouped weights in NumPy, as a reference for
-tests.
-"""
+"""This module sums the weight gradients of a grouped matmul over micro-batches in NumPy, as a reference for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ Chunk = tuple[np.ndarray, np.ndarray, Sequence[int]]
 
 
 def summed(batches: Iterable[Sequence[Chunk]], kind: np.dtype, rounded: bool) -> np.ndarray:
-    """Return the gradient of grouped weights summed over micro-batches, float32 [groups * k, n].
+    """Return the gradient of a grouped matmul's weights, summed over micro-batches, float32 [groups * k, n].
 
     Args:
         batches: for each micro-batch its chunks of rows, in the order in which their gradients are added. A chunk

@@ -32,8 +32,8 @@ def _data_path(written: Any) -> str | tuple[str, ...]:
     for entry in written:
         if _is_number(entry):
             raise RecipeError(
-                f"{entry!r} is a number; write prefixes only, without weights, because the plugin reads equally many "
-                "samples of each corpus"
+                f"{entry!r} is a number; write prefixes only, without weights, because the plugin reads the same "
+                "number of samples from each corpus"
             )
         if not isinstance(entry, str) or not entry.strip():
             raise RecipeError(f"{entry!r} is not a path; write the prefix of a Megatron corpus")
@@ -252,7 +252,7 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
         for suffix in ("",) if instructions else (".bin", ".idx"):
             if not Path(path + suffix).is_file():
                 make = f"`tc3 data {command} --held-out 0.05 ...` writes such a file"
-                wrong = f"there is no {path}{suffix}; {make}, or `held_out_loss: False` leaves the plugin out"
+                wrong = f"{path}{suffix} does not exist; {make}, or `held_out_loss: False` leaves the plugin out"
                 raise DataError(wrong, f"{KEY}.data_path")
     return ours
 
@@ -262,7 +262,10 @@ def check_samples(settings: Settings, global_batch: int) -> None:
     whole.
     """
     if settings.samples is not None and settings.samples < global_batch:
-        wrong = f"{settings.samples} samples are fewer than a step has; write a number of at least {global_batch}"
+        wrong = (
+            f"{settings.samples} samples are fewer than the {global_batch} samples of a step; write at least "
+            f"{global_batch}"
+        )
         raise RecipeError(wrong, f"{KEY}.samples")
 
 

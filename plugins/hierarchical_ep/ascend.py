@@ -44,8 +44,9 @@ class ExchangeCounts(nn.Cell):
         self.to_host = ops.MoveTo().add_prim_attr("recompute", False)
 
     def construct(self, counts):
-        """Return the numbers of rows to send [n], to receive [n], and to receive of each kind [m]; the argument
-        `counts`, int32 [n, m], holds the number of rows of each of m kinds that this rank sends to each of n members.
+        """Return how many rows this rank sends to each of n members [n], receives from each member [n], and receives of
+        each of m kinds [m]. The argument `counts`, int32 [n, m], holds the number of rows that this rank sends, by
+        member and kind.
         """
         counts = ops.stop_gradient(ops.cast(counts, ms.float32))
         arriving = self.move(counts)
@@ -110,8 +111,8 @@ class Rows(nn.Cell):
 
     @staticmethod
     def numbers(kinds, count):
-        """Return how many different values `sort` and `invert` must be able to sort for `count` keys that take `kinds`
-        different values.
+        """Return the number of different values that `sort` and `invert` must be able to sort, for `count` keys with
+        `kinds` different values.
         """
         return max(kinds, count)
 

@@ -127,7 +127,7 @@ def first_turn(rows):
 
 
 class Stay(nn.Cell):
-    """A `Stay` is the first step of the dispatch in the global mode, which does nothing."""
+    """A `Stay` stands for the first step of the dispatch in the global mode, in which this step does nothing."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
@@ -161,7 +161,7 @@ class Gather(nn.Cell):
         return rows, meta, (), turn
 
     def back(self, rows, route, turn):
-        """Sum the partial results [nodes * N, h] of all nodes to [N, h]."""
+        """Sum the experts' partial results [nodes * N, h] over the nodes by a ReduceScatter, and return [N, h]."""
         return self.scatter(rows, turn)
 
 
@@ -207,7 +207,7 @@ class Select(nn.Cell):
         return rows, meta, (source, send, receive, tokens), turn
 
     def back(self, rows, route, turn):
-        """Sum the partial results [R, h] to [N, h]."""
+        """Send the experts' partial results [R, h] back to the tokens' ranks, and sum them for each token, [N, h]."""
         source, send, receive, tokens = route
         returned, turn = self.return_rows(rows, turn, receive, send, self.nodes * tokens)
         return self.rows.add(returned, source, tokens), turn
@@ -427,7 +427,8 @@ class RoutedLayer(nn.Cell):
 
     def start(self, tokens, meta):
         """Return for each chunk a tuple of its token rows, their routing metadata, and two empty tuples. Each of the
-        two steps of the dispatch replaces one of the empty tuples by what it needs to send results back.
+        two steps of the dispatch later replaces one of the two empty tuples by the data that the step needs to send
+        results back.
         """
         if self.count == 1:
             return ((tokens, meta, (), ()),)

@@ -59,8 +59,7 @@ class RoutedExperts(FFNGroupedGEMM):
 
     def routed(self, tokens, probs, routing_map, w1, w2):
         """Compute the same output as `forward_func`. Subclasses call this method instead of `super().forward_func`,
-        because MindSpore's parser resolves `super()` by the class of the object, so that an inherited method could not
-        call the method of its parent.
+        because in a graph MindSpore resolves `super()` by the object's own class, and would call the wrong method.
         """
         hidden, top_k = tokens.shape[2], probs.shape[2]
         w1 = ops.reshape(w1, (-1, hidden, 2 * self.moe_ffn_hidden_size))

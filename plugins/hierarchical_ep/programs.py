@@ -115,7 +115,8 @@ def check_groups(orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
         for index, group in enumerate(groups):
             if group in groups[:index]:
                 raise ClusterError(
-                    f"rank {rank}, group {index}: {group} is created twice; create it once and use it again"
+                    f"rank {rank}, group {index}: a group of the ranks {group} is created twice; create it once, and "
+                    "use it for all calls"
                 )
     check_programs([[Call("create_group", tuple(group)) for group in groups] for groups in orders])
 

@@ -59,7 +59,8 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
     topology = of_mesh(expert_parallel, devices_per_node, experts)
     if experts % expert_parallel:
         raise RecipeError(
-            f"{expert_parallel} does not divide the {experts} routed experts (model.model_config.n_routed_experts)",
+            f"{expert_parallel} does not divide the {experts} routed experts (model.model_config.n_routed_experts); "
+            f"write a divisor of {experts}",
             "parallel_config.expert_parallel",
         )
     first = rank // expert_parallel * expert_parallel

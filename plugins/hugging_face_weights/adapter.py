@@ -85,7 +85,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
-        """Return whether a tensor is one of the routed experts, under its name in MindFormers or in Hugging Face."""
+        """Return whether a tensor belongs to a routed expert, given its name in MindFormers or in Hugging Face."""
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:
@@ -136,8 +136,8 @@ class TeleChat3MoeTemplate(WeightTemplate):
             halves = isinstance(self.mf_name_to_converter[name], Halves)
             if (name in self.counts and any(cut > 1 for cut in cuts[1:])) or (halves and cuts[0] > 1):
                 raise CheckpointError(
-                    f"{KEY}: MindFormers cannot load {name} in this layout, which cuts its axes into {list(cuts)} "
-                    "parts; `tc3 weights convert` writes weights for every layout"
+                    f"{KEY}: MindFormers cannot load {name} in this parallel layout, which cuts the weight's axes into "
+                    f"{list(cuts)} parts; `tc3 weights convert` writes weights for every layout"
                 )
         return dict(super().get_mf_state_dict(hf_state_dict))
 
@@ -166,8 +166,8 @@ def enable(config: Any) -> None:
         )
     if (found := config.model.model_config.get("model_type") or MODEL_TYPE) != MODEL_TYPE:
         raise RecipeError(
-            f"only weights of {MODEL_TYPE!r} can be loaded from a Hugging Face folder, not those of {found!r}; `tc3 "
-            "weights convert` writes them in MindFormers' form; name the folder that it wrote",
+            f"only weights of {MODEL_TYPE!r} can be loaded from a Hugging Face folder, not those of {found!r}; convert "
+            "these weights to MindFormers' form with `tc3 weights convert`, and name the converted folder",
             KEY,
         )
     telechat3_moe.use_template(TeleChat3MoeTemplate)

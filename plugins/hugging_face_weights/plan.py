@@ -49,8 +49,8 @@ class Row:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return `parts`, in which one common name without the expert's number replaces the names of all experts'
-        tensors of one kind.
+        """Return the names in `parts`, with one common name (without the expert's number) in place of the names of all
+        experts' tensors of one kind.
         """
         if self.how != "experts":
             return self.parts

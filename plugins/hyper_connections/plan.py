@@ -105,7 +105,10 @@ def check(written: Any, recipe: Mapping[str, Any]) -> Settings:
         return settings
     graph_mode_only(recipe, KEY)
     if value_at(recipe, f"{MODEL}.apply_residual_connection_post_layernorm"):
-        wrong = f"{KEY} adds the outputs of layers to its residual streams, not to their norms; write False, {OFF}"
+        wrong = (
+            f"{KEY} adds the outputs of layers to its residual streams, not to the layernorms of these streams; "
+            f"write False, {OFF}"
+        )
         raise RecipeError(wrong, f"{MODEL}.apply_residual_connection_post_layernorm")
     if value_at(recipe, f"{MODEL}.model_architecture") == "yoco":
         wrong = (

@@ -181,7 +181,10 @@ def put_in(layers: list[Any], settings: Settings) -> None:
         if name in names:
             kind = ADAPTED.get(getattr(part, attribute))
             if kind is None:
-                raise RecipeError(f"{name} is built by {getattr(part, attribute)!r}, which {KEY} does not support")
+                raise RecipeError(
+                    f"{name} is a layer of {getattr(part, attribute)!r}, which {KEY} does not support; "
+                    f"leave this layer out of {KEY}.targets"
+                )
             setattr(part, attribute, ModuleSpec(module=kind, params=options))
 
 

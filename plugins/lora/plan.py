@@ -37,7 +37,7 @@ def _targets(written: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Settings(Section):
-    """A `Settings` says which adapters are trained."""
+    """A `Settings` says which LoRA adapters are trained, and their rank and scale."""
 
     KEY = KEY
     RIGHT = f"write {{rank: 16, alpha: 32}}, or {KEY}: False"
@@ -53,7 +53,7 @@ class Settings(Section):
 
     @property
     def scale(self) -> float:
-        """Return the number by which the product of B and A is multiplied."""
+        """Return the number by which the product of an adapter's matrices B and A is multiplied."""
         return self.alpha / self.rank
 
 
@@ -117,15 +117,15 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | N
         chosen(settings, layers_of(fields))
     graph_mode_only(recipe, KEY)
     if value_at(recipe, f"{MODEL}.pet_config"):
-        wrong = f"MindFormers' own LoRA replaces layers of a model that is already built; use {KEY}, and write null"
+        wrong = f"MindFormers' own LoRA, which this key switches on, cannot be combined with {KEY}; write null"
         raise RecipeError(wrong, f"{MODEL}.pet_config")
     if (optimizer := value_at(recipe, "optimizer.type")) not in (None, OPTIMIZER):  # None: nothing is trained
         raise RecipeError(
             f"{KEY} works only with {OPTIMIZER}, not with {optimizer!r}; write {OPTIMIZER}", "optimizer.type"
         )
     for other, why in (
-        ("expert_balance", "moves experts with their moments, and frozen experts have none"),
-        ("grouped_gradient", "replaces gradients of experts' weights, and frozen experts have none"),
+        ("expert_balance", "moves experts together with their optimizer moments, which frozen experts do not have"),
+        ("grouped_gradient", "replaces gradients of experts' weights, which frozen experts do not have"),
     ):
         if value_at(recipe, f"plugins.{other}", False) is not False:
             raise RecipeError(f"plugins.{other} {why}; write {other}: False", f"plugins.{other}")

@@ -68,8 +68,8 @@ class BlockWithinDocuments(MultiTokenPredictionBlock):
     """
 
     def continues(self, tokens):
-        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may be
-        0, too.
+        """Return the result of `plan.continues` for token ids [B, S], in the type of the ids; the first column may
+        differ from that result.
         """
         batch, length = self.shape(tokens)
         before = self.slice(tokens, (0, 0), (batch, length - 1), (1, 1))

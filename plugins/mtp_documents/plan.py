@@ -76,7 +76,9 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
         raise RecipeError(wrong, KEY)
     end = config.get("eod")
     if type(end) is not int:
-        raise RecipeError(f"{end!r} is not a token id; write the token that ends a document", f"{_CONFIG}.eod")
+        raise RecipeError(
+            f"{end!r} is not a token id; write the id of the token that ends a document", f"{_CONFIG}.eod"
+        )
     return end
 
 

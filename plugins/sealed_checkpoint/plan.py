@@ -49,7 +49,9 @@ def iterations(root: Path) -> list[Path]:
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the furthest first."""
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`); the checkpoint with the most
+    progress comes first.
+    """
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 
@@ -173,7 +175,7 @@ def write_seal(
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
     """Write atomically a file that says why no run may continue from this checkpoint, and that is used instead of a
-    seal. Return the path of the written file.
+    seal. Return the path of the file with the reason.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
     return _write({"rank": rank, "refused": reason}, folder, rank)

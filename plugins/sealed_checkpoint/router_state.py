@@ -1,5 +1,6 @@
 """This module adds the routers' biases and the placement of experts to the metadata of a sharded checkpoint, so that a
-resume loads them, and lists every state of an optimizer for the pipeline stage that holds it.
+resume loads these tensors. The module also lists each optimizer state for the pipeline stage that holds the state's
+weight.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads checkpoints by this file
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are not in this list: every rank saves them, no
@@ -33,8 +34,8 @@ Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore l
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """Return a rank's metadata `entries` with the biases of each router, and the placement of each MoE layer, whose
-    weights are listed.
+    """Return a rank's metadata `entries`, to which the routers' biases and the placements of experts are added for
+    those routers and MoE layers whose weights `entries` lists.
     """
     added = {}
     for item in parameters:
@@ -62,8 +63,8 @@ def weight_of(name: str) -> str:
 
 def beside_weights(ranks: Mapping[int, Entries], parameters: Iterable[Any]) -> dict[int, Entries]:
     """Return the metadata of `ranks`, in which the averages of PMA and the moments of the fused AdamW are listed for
-    exactly the ranks that have the weight. MindSpore splits averages and moments over ranks in the same way as the
-    weight.
+    exactly the ranks that have the weight. MindSpore splits the averages and moments of a weight over ranks in the same
+    way as the weight.
     """
     types = {name: entry[1] for entries in ranks.values() for name, entry in entries.items()}
     types = {item.name: item.dtype for item in parameters} | types

@@ -26,7 +26,7 @@ _saving: list[Path] = []  # the folder in which a checkpoint is being saved, onc
 
 
 def saves_in(folder: Path) -> None:
-    """Set the folder in which the next checkpoint is saved."""
+    """Record the folder of the next checkpoint, in which pipeline stages will exchange their metadata."""
     _saving[:] = [folder]
 
 

@@ -97,7 +97,7 @@ class Host:
         self.library.add_pass(front_end_done, refuse_missing)
 
     def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
-        """Compute one operator of a graph, a collective or a kernel, and write its results into MindSpore's memory."""
+        """Compute one operator of a graph (a collective or a kernel), and write its results into MindSpore's memory."""
         if name not in self.kernels:
             self.collectives.run(name, attrs, inputs, outputs)
             return
@@ -138,7 +138,10 @@ def refuse_missing(nodes: dict[str, int]) -> None:
     """
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
-        raise RecipeError(f"device_target CPU: there is no kernel for {told}; see docs/semi-auto-cpu.md")
+        raise RecipeError(
+            f"device_target CPU: there is no CPU kernel for these operators of the graph: {told}; see "
+            "docs/semi-auto-cpu.md"
+        )
 
 
 def before_mindformers(recipe: Mapping[str, Any]) -> Host:

@@ -1,5 +1,5 @@
-"""This module compiles a plugin's `csrc/` against the headers of MindSpore's wheel. The command `python -m
-plugins.semi_auto_cpu.build` runs the module.
+"""This module compiles the C++ sources in a plugin's folder `csrc/` against the headers of MindSpore's wheel. The
+command `python -m plugins.semi_auto_cpu.build` starts the compilation.
 
 The library is stored in the user's cache folder under a name that contains a digest of everything on which it depends:
 the installed MindSpore, the sources and the flags. Therefore another version of MindSpore never loads a library that
@@ -108,7 +108,7 @@ def mindspore_folder() -> Path:
 
 
 def key(package: Path, sources: Path = SOURCES) -> str:
-    """Return 16 letters that identify everything on which a library depends.
+    """Return a digest (16 hexadecimal digits) of everything on which a compiled library depends.
 
     Args:
         package: folder of the installed MindSpore; the library finds MindSpore's own libraries there.

@@ -228,7 +228,7 @@ class PointToPoint:
         where = f"rank {self.mesh.rank}, Receive {name}{_micro(attrs)}: {describe(out)}"
         frame = self.mesh.receive(peer, tag, where)
         if frame.note != f"Send {name}: {describe(out)}":
-            raise ClusterError(f"{where} was expected, but {frame.note} arrived")
+            raise ClusterError(f"{where} was expected, but this message arrived: {frame.note}")
         out[...] = frame.array(out.dtype)
         if self.synchronous:
             self.mesh.send(peer, tag_of("taken", tag), np.empty(0, np.uint8), f"Receive {name}")
@@ -342,8 +342,8 @@ class Collectives:
         if not 0 <= index < len(members) or members[index] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
             raise ClusterError(
-                f"{told}: {index} is not the index of another member of the group, to which this rank could "
-                f"send a message or from which it could receive one"
+                f"{told}: index {index} does not name another member of the group with which this rank could exchange "
+                "a message"
             )
         peer = members[index]
         fault = self._test.begin(name)

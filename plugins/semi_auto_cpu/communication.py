@@ -16,7 +16,7 @@ from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
 
 class CollectiveManager:
-    """A `CollectiveManager` replaces `mindspore._c_expression.CollectiveManager`, both class and instance."""
+    """A `CollectiveManager` replaces the class `mindspore._c_expression.CollectiveManager` and its only instance."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks

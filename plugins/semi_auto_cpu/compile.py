@@ -193,9 +193,9 @@ def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -
         held = weight.asnumpy()
         if held.tobytes() != slice_of(whole[weight.name], layout, rank, held.size).tobytes():
             raise ClusterError(
-                f"rank {rank}: the slice that MindSpore cut out of {weight.name} is not the one that this rank has in "
-                f"the weight's layout (mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); training "
-                "would start from wrong weights"
+                f"rank {rank}: the slice that MindSpore cut out of {weight.name} is not the slice that this rank has "
+                f"in the weight's layout (mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); "
+                "training would start from wrong weights"
             )
 
 

@@ -35,7 +35,7 @@ from plugins.semi_auto_cpu.ranks import Ranks
 
 ON, FOLDER = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"
 FILE = "sharding.json"
-REMEDY = "remove the folder of the compile cache, or train without one"
+REMEDY = "remove the folder of the compile cache, or train without a compile cache"
 STRATEGY = (
     "dev_matrix", "tensor_map", "tensor_shape", "tensor_type", "opt_weight_shard_step", "opt_weight_shard_size",
     "rank_list",

@@ -136,7 +136,9 @@ def _place(told: dict[str, Any]) -> Tensor | Constant:
     if "value" in told:
         return Constant(_constant(told["value"]))
     if told["type"] not in DTYPES:
-        raise TypeError(f"MindSpore's tensor type {told['type']} has no counterpart in NumPy, in which kernels compute")
+        raise TypeError(
+            f"MindSpore's tensor type {told['type']} has no counterpart in NumPy, with which the CPU kernels compute"
+        )
     return Tensor(DTYPES[told["type"]], tuple(told["shape"]), ctypes.c_uint8 * told["bytes"])
 
 
@@ -236,7 +238,7 @@ class Library:
         self._loaded.tc3_replace(name.encode(), int(low))
 
     def add_pass(self, front_end_done: Callable[[], None], missing: Callable[[dict[str, int]], None]) -> None:
-        """Make the pass run in every later compilation, at the end of MindSpore's front end.
+        """Make the library's compiler pass run at the end of MindSpore's front end in every later compilation.
 
         Args:
             front_end_done: a function that is called first; it sets MindSpore's target back to CPU.

@@ -65,8 +65,8 @@ def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return the number of the sample after the last sample that a run has trained, if the run has trained `done`
-    samples.
+    """Return the index, in the whole data, of the sample after the last one that a run with `done` trained samples has
+    trained.
     """
     return original(done - 1, skipped) + 1 if done else 0
 
@@ -157,11 +157,15 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
         raise DataError(f"{path}: this file cannot be read ({error.strerror})") from None
     except KeyError as error:
         raise DataError(
-            f"{path}: this is not a list of the samples that were left out: it lacks {error}; restore the run's own "
-            "file"
+            f"{path}: this is not a list of the samples that were left out: the key {error} is missing; restore the "
+            "run's own file"
         ) from None
     except (ValueError, TypeError, RecursionError) as error:
-        why = not_json(error) if isinstance(error, json.JSONDecodeError | RecursionError) else "has another form"
+        why = (
+            not_json(error)
+            if isinstance(error, json.JSONDecodeError | RecursionError)
+            else ("does not have the form of the file that the run wrote")
+        )
         raise DataError(
             f"{path}: this is not a list of the samples that were left out: it {why}; restore the run's own file"
         ) from None

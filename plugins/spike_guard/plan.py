@@ -128,8 +128,8 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         )
     if (value_at(recipe, "runner_config.sink_size") or 1) > 1:
         raise RecipeError(
-            f"{KEY} needs the loss of every step, but with a larger value MindFormers reports one loss for several "
-            "steps; write 1",
+            f"{KEY} needs the loss of every step, but with a sink_size above 1 MindFormers reports one loss for "
+            "several steps; write 1",
             "runner_config.sink_size",
         )
     if (value_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
@@ -140,7 +140,7 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         )
     for callback in value_at(recipe, "callbacks") or []:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:
-            wrong = f"with this per_print_times MFLossMonitor reports only some steps, but {KEY} needs every step"
+            wrong = f"unless per_print_times is 1, MFLossMonitor reports only some steps, but {KEY} needs every step"
             raise RecipeError(f"{wrong}; write per_print_times: 1", "callbacks")
     return settings
 
@@ -282,8 +282,8 @@ def _as_step(entry: Entry, step: int) -> str:
 
 
 def steps_of(entry: Entry, ramp: Ramp) -> range:
-    """Return the steps that train the place in the data at which the run had the spike `entry`. This is the step of the
-    spike itself, unless the run was resumed with another global batch since.
+    """Return the steps that now train the samples at which the run had the spike `entry`. The result is the step of the
+    spike itself, unless the run was resumed with another global batch after the spike.
 
     Args:
         ramp: how many samples the steps of the run have now.

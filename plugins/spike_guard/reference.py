@@ -13,8 +13,8 @@ def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
 
 
 def standing_steps(trainings: Iterable[tuple[int, int, int]], done: int) -> list[tuple[int, int]]:
-    """Return the steps that trained the first `done` samples of a run, in order, as pairs (number of the training,
-    index of the step in it).
+    """Return the steps that trained the first `done` samples of a run, in order, as pairs (number of the start of the
+    workers, index of the step after this start).
 
     Args:
         trainings: for each start of the workers, the number of samples that its checkpoint had trained, the samples of

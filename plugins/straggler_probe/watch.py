@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], float], pieces: int) -> float:
 
 
 class Watch:
-    """A `Watch` records one rank's probes, and the rank's waiting times between them.
+    """A `Watch` times a fixed piece of work (a probe) on one rank now and then, and the rank's waits for data.
 
     The first step after a start of the run compiles the graph and is not counted. The time between the end of a step
     and the beginning of the next step is the wait for the batch, because nothing else happens in this time.

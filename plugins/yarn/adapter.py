@@ -74,7 +74,7 @@ def enable(config, settings) -> None:
 @contextmanager
 def positions(config, yarn: Yarn) -> Iterator[Any]:
     """Within the `with` block, make GPTModel build YaRN from `config` (a TransformerConfig). The context manager yields
-    a function that multiplies cos and sin of the built model by the attention factor.
+    a function that multiplies cos and sin in a built model by YaRN's attention factor.
     """
     config.qk_pos_emb_head_dim = config.kv_channels
     try:

@@ -125,7 +125,7 @@ def test_how_layouts_divide_a_step():
         ({}, "which this recipe lacks; write 'steps'"),
         (
             {"lr_schedule": {"type": "ConstantWarmUpLR"}, "grouped_lr_schedule": {"default": {}}},
-            "not with one for each group",
+            "not with a schedule for each parameter group",
         ),
         ({"lr_schedule": {"type": "ConstantWarmUpLR"}}, ""),
     ],
@@ -144,14 +144,14 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
 @pytest.mark.parametrize(
     ("stages", "changes", "words"),
     [
-        ([[2, 6]], {}, "6 samples of a step until step 2 are not divisible by 4"),
+        ([[2, 6]], {}, "until step 2 has 6 samples per step, which are not divisible by 4"),
         ([[2, 3]], SHARDED, "(2 data-parallel ranks x 2 samples of a micro-batch); write 8"),
         ([[2, 3]], FEW, "micro-batch); leave the stage out, because the recipe's own batch of 8 is not larger than 8"),
         ([[2, 4]], FEW, "2 stages of the pipeline; leave the stage out, because the recipe's own batch of 8"),
         (
             [[2, 8]],
             {},
-            "the stage until step 2 has 8 samples, but the recipe's own batch, which follows, has 8",
+            "until step 2, has 8 samples per step, but the recipe's full batch after it has only 8",
         ),
         ([[2, 4]], SHARDED, "make 1 micro-batches, fewer than the 2 stages of the pipeline; write at least 8"),
         ([[2, 8]], TURNED, "2 micro-batches, but zero_bubble_v needs 4 for the 2 stages of the pipeline"),

@@ -40,7 +40,7 @@ def test_off_unless_named(recipe):
         ("parallel_config.pipeline_stage=1", "parallel_config.pipeline_stage: .* micro-batches"),
         ("parallel.parallel_optimizer_config.gradient_accumulation_shard=True", "shard: a ReduceScatter stands"),
         ("model.model_config.compute_dtype=float32", "compute_dtype: .* not float32"),
-        ("model.model_config.params_dtype=bfloat16", "params_dtype: .* float32, not in bfloat16"),
+        ("model.model_config.params_dtype=bfloat16", "params_dtype: .* float32 sums, not to bfloat16"),
         ("context.jit_config.jit_level=O2", "jit_level: .* not with O2"),
         ("model.model_config.n_routed_experts=0", "the model has no experts"),
     ],

@@ -156,7 +156,7 @@ def test_layouts_are_written_briefly():
         ("t|Et|tL", 3, "exactly one E .embedding., at the very beginning"),
         ("Et|tL|t", 3, "exactly one L .loss., at the very end"),
         ("Et|EtL", 2, "exactly one E"),
-        ("Et|t|m|L", 4, "the last decoder layer is in chunk 1, and MindFormers runs MTP in that chunk"),
+        ("Et|t|m|L", 4, "the last decoder layer is in chunk 1, and MindFormers runs MTP layers in that chunk"),
         ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
         ("Et|mtL", 2, "must come after the last decoder layer"),
         ("Et||tL", 3, "chunk 1 holds no decoder layer"),

@@ -228,7 +228,7 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
     assert read_ledger(tmp_path) == entries and [path.name for path in tmp_path.iterdir()] == ["skipped.json"]
     assert samples_of(entries) == ((3, 4), (12, 21))
     ledger_file(tmp_path).write_text('{"skipped": [{"step": 1}]}')
-    with pytest.raises(DataError, match=r"skipped\.json: this is not a list of .* left out: it lacks 'first'; restore"):
+    with pytest.raises(DataError, match=r"skipped\.json: .* not a list of .*: the key 'first' is missing; restore"):
         read_ledger(tmp_path)
 
 

@@ -81,17 +81,17 @@ RESULTS = Path(__file__).with_name("results.json")  # what was said last of each
 HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 
 Each fault on this page makes a training wrong without an error. The faults occurred in public frameworks or in this
-repository, or were made up for this page after faults of the same kind. `tests/zoo` inserts each fault into the mini
+repository, or were invented for this page, modelled on real faults. `tests/zoo` inserts each fault into the mini
 recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
-compares the faulty run with a run without the fault; which fault was inserted is not an input of the command. A run of
-two processes is compared with one process of the same model, and a resumed run with the run that it continues.
+compares the faulty run with a run without the fault, and is not told which fault was inserted. A run of two processes
+is compared with one process of the same model, and a resumed run with the run that it continues.
 
-`python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page. If names of faults are
-given as arguments, it repeats only these faults and keeps the recorded results of all other faults.
+`python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page.
+`python -m tests.zoo.run NAME` repeats only the fault NAME and keeps the recorded results of all other faults.
 
 A fault counts as caught if `tc3 accuracy diagnose` reports any finding. A fault counts as named if the first printed
-finding has the stage of the comparison and the module that were written down with the fault. The rules that this page
-mentions are those by which `diagnose` finds and names differences.
+finding has the stage of the comparison and the module that were expected, and written down, when the fault was written.
+The rules that this page mentions are those by which `diagnose` finds and names differences.
 
 """
 WORKED = """
@@ -121,36 +121,36 @@ HEADING = {
     "known": "## Faults that were used to make the rules",
 }
 ABOUT = {
-    "public": """Somebody who had read this page, but not the rules of `tc3 accuracy diagnose`, wrote the faults of this
-table after public threads, and wrote down for each fault the stage and the module that `diagnose` should name. The 13
-faults were committed to the repository before `diagnose` had been run on any of them. Seven of the 13 faults leave the
-first step right, and five of the 13 are in sharded or data-parallel runs.
+    "public": """Somebody who had read this page, but not the rules of `tc3 accuracy diagnose`, wrote the 13 faults of
+this table as public threads describe them, and wrote down for each fault the stage and the module that `diagnose`
+should name. The 13 faults were committed to the repository before `diagnose` had been run on any of them. With seven of
+the 13 faults the first step is still correct, and five of the 13 faults are in sharded or data-parallel runs.
 
 Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
 and after the rules of `diagnose` had been read. The first insertion of Megatron-Bridge #5840 and Modalities #426
-overwrote the weights when the training began, that is, earlier than the real faults do. For these two, Megatron-Bridge
-#5840 and Modalities #426, the column "first try" holds the result of the second run; the expected stage and module are
-those that were written down before the first run. After the second run the rules of `diagnose` were changed because of
-the three faults that were caught but not named: the weights from which a sharded run starts are now read after a first
-step whose learning rate is 0, and norms inside attention now belong to attention.
+overwrote the weights when the training began, that is, earlier than the real faults do. For Megatron-Bridge #5840 and
+Modalities #426, the column "first try" holds the result of the second run; the expected stage and module were written
+down before the first run. After the second run the rules of `diagnose` were changed because of three faults that were
+caught but not named: the weights from which a sharded run starts are now read after a first step whose learning rate is
+0, and norms inside attention now belong to attention.
 """,
     "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
 for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
 before `diagnose` had been run on any of them. Afterwards the rules of `diagnose` were changed because of the 25 faults,
-and the stage `configuration` was accepted as right for faults in how the model is built. Therefore the last column,
-which holds the results of today's rules, does not show how well `diagnose` finds new faults.
+and the stage `configuration` was accepted as right for faults in how the model is built. The last column of the table
+holds the results of the changed rules, so it does not show how well `diagnose` finds new faults.
 
-The two faults in pipelines (pp2) were run last. When they were run, a pipeline without a fault also had a finding, an
-auxiliary loss of 0 / 0, which was the first finding of the two faults, too. After these runs, three false alarms of
-`diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, counters of routers that a stage does not use, and
-loads that were summed over micro-batches.
+The two faults in pipelines (pp2) were run last. When these two faults were run, `diagnose` also reported
+an auxiliary loss of 0 / 0 in a pipeline without a fault, and named this loss first for both faults, too. After the runs
+of the two faults in pipelines, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0,
+counters of routers that a stage does not use, and loads that were summed over micro-batches.
 """,
     "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the command
-because of them. When the first ten of these faults were first run, six were caught, but another stage or module was
-named: a difference by rounding that came before the fault, routers' biases under the stage `update`, or a router's loss
-before the decoder's loss. The rules of `diagnose` were then corrected. One fault (torchtitan #4054) was first inserted
-into a class that the mini recipe does not use, so it changed nothing. Some faults belong to no module; for these faults
-only the stage was judged.
+because of these faults. For six of the first ten faults, `diagnose` caught the fault at the first run, but named
+another stage or module: a difference by rounding that came before the fault, routers' biases under the stage `update`,
+or a router's loss before the decoder's loss. After the first run of these ten faults the rules of `diagnose` were
+corrected. One fault (torchtitan #4054) was first inserted into a class that the mini recipe does not use, so it changed
+nothing. If a fault belongs to no module, only the stage was judged.
 """,
 }
 LAYOUTS_TOLD = (
@@ -253,15 +253,15 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         now += [row["word"] for row in rows.values()]
         if words:
             rates.append(
-                f"* Of {len(words)} {heading.removeprefix('## ').lower()}, "
-                f"{len(words) - words.count('missed')} were caught by `diagnose`, and {words.count('right')} were "
-                "named at the first try."
+                f"* Of {len(words)} {heading.removeprefix('## ').lower()} of `diagnose`, the command caught "
+                f"{len(words) - words.count('missed')}, and named the right stage and module of "
+                f"{words.count('right')} at the first try."
             )
         tables += [heading, "", ABOUT[batch], *_table(rows, bool(words)), ""]
     lines = [
         *rates,
-        f"* Of all {len(now)} faults, with today's rules of `diagnose`, {len(now) - now.count('missed')} were caught, "
-        f"and {now.count('right')} were named.",
+        f"* Of all {len(now)} faults, `diagnose` with today's rules catches {len(now) - now.count('missed')}, and "
+        f"names the right stage and module of {now.count('right')}.",
         f"* In {alarms} of {len(clean)} runs without a fault `diagnose` reported a finding.",
         "",
         LAYOUTS_TOLD,

@@ -44,13 +44,14 @@ _SHOWN = 10  # differences of a rank
     default="L0",
     show_default=True,
     type=click.Choice(LEVELS),
-    help="Choose what msprobe dumps: L0 dumps cells, L1 functions, mix both, and L2 the kernels of the compiled graph.",
+    help="Choose where msprobe dumps tensors: at cells, which are MindSpore's modules (L0), at functions (L1), at both "
+    "(mix), or at kernels of the compiled graph (L2).",
 )
 @click.option(
     "--task",
     type=click.Choice(TASKS),
-    help="Choose what is written: statistics writes max, min, mean and norm of each tensor; tensor also writes its "
-    "values.  [default: statistics; tensor at L2]",
+    help="Choose what is dumped of each tensor: only its max, min, mean and norm (statistics), or also all its values "
+    "(tensor).  [default: statistics; tensor at L2]",
 )
 @overrides_option
 @unverified_option
@@ -91,14 +92,14 @@ def dump(
     "--html",
     "page",
     is_flag=True,
-    help="Also write the comparison as one HTML page, OUT/compare.html. Without this option, the page of an earlier "
+    help="Also write the comparison as one HTML page, OUT/compare.html. Without --html, a compare.html of an earlier "
     "comparison is removed from OUT.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--promoted",
     is_flag=True,
-    help="Accept that a tensor of GOLDEN has a wider data type than in BENCH; without this option, that is a finding.",
+    help="Accept tensors whose data type is wider in GOLDEN than in BENCH, instead of reporting them as differences.",
 )
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first tensor that diverges.
@@ -168,7 +169,7 @@ def collectives_command(
     if recipe.is_dir():
         if overrides or keep:
             raise click.UsageError(
-                "--set and --keep work only with a recipe, because a run's folder is compared unchanged; leave them out"
+                "--set and --keep work only with a recipe, not with the folder of a run; leave out --set and --keep"
             )
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)
@@ -232,8 +233,8 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
     "dtypes",
     multiple=True,
     type=DtypeName(),
-    help="Test this data type: fp32, fp16 or bf16, by default all three. hf32 cannot be tested together with other "
-    "types.",
+    help="Test this data type: fp32, fp16, bf16 or hf32; by default fp32, fp16 and bf16 are tested. hf32 cannot be "
+    "tested together with other data types.",
 )
 @click.option(
     "--reruns",
@@ -248,7 +249,8 @@ for each in (align, dump, compare, equivalence_command, collectives_command, fus
 @click.option(
     "--shipped",
     is_flag=True,
-    help="Also compare the golden results that this host computes with the stored golden results of another CPU.",
+    help="Also compare the reference results that this host's CPU computes with the stored reference results of "
+    "another CPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @page_option
@@ -330,7 +332,9 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]) -> list[tuple[Spec, 
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise click.BadParameter(f"{name!r} is not an operator{hint}; `--list` shows all", param_hint="NAME")
+            raise click.BadParameter(
+                f"{name!r} is not an operator{hint}; `--list` shows all operators", param_hint="NAME"
+            )
     chosen = [spec for spec in SPECS.values() if not names or {spec.name, spec.name.split(".")[0]} & set(names)]
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:

@@ -64,7 +64,9 @@ def refuse_missing(path: Path) -> None:
     except OSError:  # there is no such parent, or it may not be read
         around = []
     hint = did_you_mean(path, around)
-    raise RecipeError(f"{path}: neither a recipe nor the folder of a run exists here{hint}; give one of the two")
+    raise RecipeError(
+        f"{path}: there is neither a recipe nor the folder of a run at this path{hint}; give a recipe or a run's folder"
+    )
 
 
 def refuse_unsharded(recipe: Recipe) -> None:
@@ -77,8 +79,8 @@ def refuse_unsharded(recipe: Recipe) -> None:
         )
     if View(recipe).devices == 1:
         told = (
-            "the recipe trains in one process, which communicates with no other; set use_parallel: True, and a degree "
-            "of parallel_config above 1"
+            "the recipe trains in one process, so there are no collectives to check; set use_parallel: True, and a "
+            "degree of parallel_config above 1"
         )
         raise RecipeError(f"{recipe.source}: {told}")
 
@@ -243,7 +245,7 @@ def _wrong(told: Any) -> str:
     if not isinstance(told, dict):
         return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
-        return f"it lacks {lacking[0]}"
+        return f"the key {lacking[0]} is missing"
     if not _is_count(told["step"]) or told["step"] < 1:
         return f"step is {_short(told['step'])}, should be the number of a step"
     if not isinstance(told["places"], dict) or not all(map(_is_count, told["places"].values())):

@@ -1,5 +1,5 @@
-"""This module records in every training step how many tokens chose each expert. MindFormers resets the counters of
-these tokens before another callback could read them.
+"""This module records in every training step how many tokens chose each expert. A subclass of MindFormers' callback
+records the counts, because MindFormers resets its counters of tokens before another callback could read them.
 """
 
 from __future__ import annotations

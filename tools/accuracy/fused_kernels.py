@@ -112,10 +112,10 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
     if not text.startswith("%") and "value=..." not in text:
         return "constant", constant(text)
     if not text.startswith("%"):
-        raise UnreadableError("the graph's text leaves out the values of a constant")
+        raise UnreadableError("the text of the graph leaves out the values of a constant of this fused kernel")
     found = tensors(f"<{kind}>")
     if len(found) != 1:
-        raise UnreadableError(f"an input is not a tensor: {kind[:60]}")
+        raise UnreadableError(f"an input of this fused kernel is not a tensor, but {kind[:60]}")
     place, _ = names.setdefault(text, (len(names), found[0]))
     return "input", place
 

@@ -69,16 +69,17 @@ def picture(plan: Plan) -> str:
 @click.option(
     "--workers",
     type=int,
-    help="Plan for this many workers on this host.  [default: the recipe's workers on one host; without RECIPE, one "
-    "for each NPU]",
+    help="Plan the CPU cores of this many workers on this host.  [default: the recipe's workers on one host; without "
+    "RECIPE, one for each NPU]",
 )
 @root_option
 @click.option(
     "--bind-file",
     type=click.Path(path_type=Path),
-    help="Write the plan to this file, in the form that `msrun --bind_numa` reads.",
+    help="Write the plan, which gives each worker its CPU cores, to this file in the form that `msrun --bind_numa` "
+    "reads.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON which CPU cores each worker gets.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
     """Plan which cores each worker gets. A worker's cores are near its NPU, are shared with no other worker and are
     divided by role. The plan is for as many workers as RECIPE starts on this host.

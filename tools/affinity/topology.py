@@ -197,5 +197,6 @@ root_option = click.option(
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
     callback=_refuse_empty_root,
-    help="Read the hardware of a recorded host from this folder instead of the hardware of this machine.",
+    help="Read the hardware of another host from this folder, in which it was recorded, instead of the hardware of "
+    "this machine.",
 )

@@ -1,5 +1,5 @@
 """This module checks numbers of a recipe that must fit each other: devices, parallel degrees, shapes, batches, heads.
-Each rule names the line of MindFormers that requires it.
+Each rule of this module names the line of MindFormers' code that requires the rule.
 
 Attention heads have widths, and tensor and context parallelism divide the heads. For context parallelism that exchanges
 heads (`ulysses_degree_in_cp`), dry runs showed that MindFormers 1.9.0 does not pass the degree to flash attention: keys

@@ -63,7 +63,7 @@ def check_muon(view: View, built: Built, found: Findings) -> None:
 
 def check_averages(view: View, found: Findings) -> None:
     """Report settings of PmaAdamW with which the averaged weights would be too small; each average of `fused_num`
-    states replaces the weights. MindFormers starts the exponential average at zero and does not correct this: the
+    states replaces the weights. MindFormers starts the exponential average at zero and does not correct this bias: the
     average of n equal values w is (1 - (1 - ema_alpha)^n) w.
     """
     defaults = {"fused_algo": "ema", "ema_alpha": 0.2, "fused_num": 10}

@@ -250,9 +250,8 @@ class Stored:
 def _gone(path: Path, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or (error if path.exists() else "No such file or directory")
     return CheckpointError(
-        f"{path}: the file cannot be read ({reason}); if a run that trains has removed this checkpoint "
-        f"(checkpoint.save_max), "
-        "name a newer one, or a copy"
+        f"{path}: the file cannot be read ({reason}); if a running training has removed this checkpoint "
+        "(checkpoint.save_max), name a newer checkpoint, or a copy"
     )
 
 
@@ -271,7 +270,7 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
     if not files:
         wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
         if (folder / "config.json").exists():
-            wanted = "it has a config.json, so download the model's *.safetensors beside it as well"
+            wanted = "it has a config.json, so download the model's *.safetensors into this folder, too"
         raise CheckpointError(f"{folder}: the folder holds no safetensors files; {wanted}")
     return Stored(folder, files, weights_only)
 

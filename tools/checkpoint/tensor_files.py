@@ -99,7 +99,7 @@ def _header(entry: Mapping[str, Any], base: int) -> Header:
     """Return one entry of a header. Raises ValueError, TypeError or KeyError if it is not such an entry."""
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
-        raise ValueError(f"{entry} is not a tensor")
+        raise ValueError(f"{entry} does not describe a tensor (dtype, shape, data_offsets)")
     return Header(dtype, tuple(shape), last - first, base + first)
 
 

@@ -27,30 +27,33 @@ INPUT_HELP = (
     f"{' '.join(FOLDER_SUFFIXES)}. stdlib stands for the sources of Python's standard library."
 )
 OUTPUT_HELP = (
-    "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources), and create their folder if it is missing."
+    "Write the tokens to PREFIX.bin and PREFIX.idx, and facts about the corpus (such as token counts and sources) to "
+    "PREFIX.json; a missing folder is created."
 )
 TOKENIZER_HELP = (
     "`bytes` trains a byte-level BPE tokenizer on the corpus and saves it as PREFIX_tokenizer/. DIR is the folder "
     "of a Hugging Face tokenizer, such as the PREFIX_tokenizer/ of an earlier run."
 )
-VOCAB_HELP = f"Train the tokenizer of --tokenizer bytes with this vocabulary size.  [default: {DEFAULT_VOCAB}]"
-HELD_OUT_HELP = "Leave this share of the documents out of PREFIX, and write these documents as PREFIX_heldout."
+VOCAB_HELP = f"Give the tokenizer that --tokenizer bytes trains this vocabulary size.  [default: {DEFAULT_VOCAB}]"
+HELD_OUT_HELP = (
+    "Hold out this fraction of the documents: write them to the corpus PREFIX_heldout, not to the corpus PREFIX."
+)
 DTYPE_HELP = (
     "Store token ids in this data type. auto chooses uint16 if the vocabulary has fewer than 65,500 ids, and int32 "
     "otherwise."
 )
-WORKERS_HELP = (
-    "Tokenize with this many processes. Any number of processes gives the same output.  [default: the number of cores]"
-)
+WORKERS_HELP = "Tokenize with this many processes. The output is the same for every N.  [default: the number of cores]"
 INSTRUCTIONS_INPUT = (
-    "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
+    "Read Python sources from this file or folder with its sub-folders, or from Python's standard library (stdlib); "
+    "may be repeated."
 )
 INSTRUCTIONS_OUTPUT = (
-    "Write PREFIX.jsonl, each line with the keys instruction, input and output, and create its folder if it is missing."
+    "Write the instructions to PREFIX.jsonl, one JSON object with the keys instruction, input and output per line; a "
+    "missing folder is created."
 )
 INSTRUCTIONS_HELD_OUT = (
-    "Hold out this fraction of the Python modules: write their functions to PREFIX_heldout.jsonl, not to PREFIX. For "
-    "stdlib, `tc3 data prepare` with the same share and seed holds out the same modules."
+    "Hold out this fraction of the Python modules: write their functions to PREFIX_heldout.jsonl, not to PREFIX.jsonl. "
+    "From stdlib, `tc3 data prepare` with the same --held-out and --seed holds out the same modules."
 )
 
 
@@ -64,7 +67,7 @@ def data() -> None:
     """
 
 
-@data.command(context_settings=SETTINGS, short_help="Write a corpus as Megatron .bin and .idx files.")
+@data.command(context_settings=SETTINGS, short_help="Tokenize a corpus into Megatron .bin and .idx files.")
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INPUT_HELP)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
 @click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
@@ -142,7 +145,8 @@ def prepare(
 
 
 @data.command(
-    context_settings=SETTINGS, short_help="Make instructions for fine-tuning from the docstrings of Python sources."
+    context_settings=SETTINGS,
+    short_help="Make an instruction data set for fine-tuning from the docstrings of Python sources.",
 )
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INSTRUCTIONS_INPUT)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=INSTRUCTIONS_OUTPUT)
@@ -151,7 +155,8 @@ def prepare(
     "--seed",
     type=Number("seed"),
     default=1234,
-    help="Choose the held-out Python modules, and the order of the lines in the output, at random with this seed.",
+    help="Use this seed for the random choice of the held-out Python modules and for the random order of the output's "
+    "lines.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
@@ -198,7 +203,8 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
     type=Number("share"),
     default=1.0,
     metavar="FRACTION",
-    help="Compare this share of the documents with the corpus; sizes, ids and checksum are always checked for all.",
+    help="Compare this fraction of the documents with the corpus; file sizes, token ids and the checksum are always "
+    "checked completely.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context

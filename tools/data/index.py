@@ -82,8 +82,8 @@ class IndexWriter:
         return self._sha256.hexdigest()
 
     def add(self, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Append whole documents to `.bin`. The argument `lengths` is int32 [documents], the number of tokens of each
-        document; `tokens` is [sum of lengths] and has the type of the ids.
+        """Append whole documents to `.bin`. The argument `lengths` (int32 [documents]) holds the number of tokens of
+        each document, and `tokens` ([sum of lengths]) holds the token ids of all documents one after another.
         """
         assert tokens.dtype == self.dtype and lengths.dtype == np.int32
         self._bin.write(tokens.data)
@@ -256,8 +256,8 @@ class IndexReader:
 
 
 class Blend(NamedTuple):
-    """A `Blend` holds the prefixes of several corpora and their sampling weights; the weights are None if the sizes of
-    the corpora decide.
+    """A `Blend` holds the prefixes of several corpora and their sampling weights; the weights are None if each corpus
+    is sampled in proportion to its size.
     """
 
     prefixes: list[str]
@@ -301,8 +301,8 @@ _SPLITS = 3  # of a corpus: for training, validation and test
 
 
 def training_share(split: str) -> float:
-    """Return the share of a corpus's documents, from the first one on, on which a recipe's `split` trains, normalised
-    as MindFormers does.
+    """Return the fraction of a corpus's documents that the recipe's key `split` assigns to training. The numbers of
+    `split` are normalised as in MindFormers, which trains on the first documents of the corpus.
 
     Raises:
         DataError: `split` does not begin with a number above 0, or has more numbers than MindFormers takes. The message

@@ -1,4 +1,5 @@
-"""This module makes instructions from Python sources, and counts the samples that packed conversations give.
+"""This module makes instruction-tuning data from Python sources, and counts the samples into which conversations are
+packed.
 
 Of each function in the sources, the signature is the question, and the first paragraph of the docstring is the answer.
 
@@ -65,7 +66,7 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Return the path of the file of each split.
+        """Return the path of the output file of each split (training and held-out) as a dictionary.
 
         Raises:
             DataError: the output is a folder.
@@ -88,7 +89,7 @@ class _Found:
 
 def write(options: Options, skips: Skips) -> dict[str, Any]:
     """Write the instructions as JSON lines with the keys `instruction`, `input` and `output`, and return the number of
-    documents that were read and the number of instructions in each split.
+    documents read and the number of instructions written to each split.
 
     The order of the instructions is a shuffle that depends only on the instructions and the seed. An instruction whose
     answer also occurs in the training split, word for word, is left out of the held-out split.
@@ -293,8 +294,8 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """Return the tokenizer of a folder, as the `tokenizers` library reads it. Return None if the folder has no
-    tokenizer.json.
+    """Load the tokenizer in a folder with the `tokenizers` library, and return the tokenizer. Return None if the folder
+    has no tokenizer.json.
 
     Raises:
         DataError: the folder does not exist, or its tokenizer.json cannot be read.

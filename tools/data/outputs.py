@@ -93,12 +93,12 @@ HELD_OUT = "heldout"
 
 
 def split_name(name: str, split: str) -> str:
-    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix that is called `name`."""
+    """Return the file name, without suffix, of one split ("train" or "heldout") of the corpus called `name`."""
     return name if split == "train" else f"{name}_{split}"
 
 
 def tokenizer_name(name: str) -> str:
-    """Return the name of the folder for the tokenizer that is trained for the prefix called `name`."""
+    """Return the name of the folder for the tokenizer that is trained on the corpus called `name`."""
     return f"{name}_tokenizer"
 
 

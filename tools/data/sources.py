@@ -1,4 +1,4 @@
-"""This module reads documents from text files, from JSON lines, from both compressed as `.gz`, from folders of such
+"""This module reads documents from text files and JSON lines (plain or compressed as `.gz`), from folders of these
 files, and from Python's standard library.
 
 The module streams the files: memory holds one document (one line of a JSON lines file, or one whole text file) at a
@@ -92,7 +92,9 @@ class Skips:
     _faults: int = 0
 
     def add(self, kind: str, where: str, why: str) -> None:
-        """Count one skipped document. With `strict`, raise `DataError` for a skipped document that is not empty."""
+        """Count one skipped document. If `strict` is True, raise `DataError` for a skipped document that is not
+        empty.
+        """
         message = f"{where}: {why}"
         self.first = self.first or message
         self.counts[kind] += 1
@@ -135,8 +137,8 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A `Corpus` holds the inputs of one run, in order. If a `Corpus` is iterated twice, it gives the same documents in
-    the same order.
+    """A `Corpus` holds the inputs (files and folders) of one run of `tc3 data prepare`, in order. If a `Corpus` is
+    iterated twice, it gives the same documents in the same order.
 
     inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
     globs: patterns of the names of files that are read from a folder (if empty, the files with `FOLDER_SUFFIXES`).
@@ -156,7 +158,8 @@ class Corpus:
             yield from _files_of(name, self.globs)
 
     def documents(self, skips: Skips) -> Iterator[Document]:
-        """Yield the documents of every file. Text that cannot be a document is counted in `skips`.
+        """Yield the documents of every file. A text that cannot be used as a document, such as an empty one, is only
+        counted in `skips`.
 
         Raises `DataError` for a file that cannot be read, for a truncated gzip file, and with `strict` for the first
         skipped document that is not empty.
@@ -166,8 +169,8 @@ class Corpus:
             yield from read(path, self.jsonl_key, skips)
 
     def measure(self) -> tuple[int, int]:
-        """Return the number of the corpus's files and their bytes on disk. This function raises an error for missing
-        inputs.
+        """Return the number of the corpus's files and their bytes on disk. This function raises an error if an input
+        does not exist.
         """
         count = size = 0
         for path in self.files():

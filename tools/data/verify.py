@@ -26,8 +26,8 @@ _BATCH_CHARACTERS = 1 << 18
 
 @dataclass
 class Verification:
-    """A `Verification` is the outcome of a check of a .bin/.idx pair. `findings` (about 10 at most) is empty if no
-    error was found.
+    """A `Verification` is the outcome of a check of a .bin/.idx pair. The list `findings` holds the errors that were
+    found in the files (about 10 at most).
 
     compared: the number of documents whose content was compared with the source. method: how contents were compared:
     "text" (the decoded ids against the text of the source), "ids" (the source was encoded again and the ids were

@@ -35,8 +35,8 @@ _MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thou
 
 @dataclass(frozen=True)
 class Skew:
-    """A `Skew` is the number of seconds by which another host's clock is ahead of this host's clock, with the possible
-    error, which is half of the round trip.
+    """A `Skew` is the number of seconds by which another host's clock is ahead of this host's clock, and the possible
+    error of this number (half of the round-trip time).
     """
 
     ahead: float
@@ -140,8 +140,8 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
 
 
 def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str | Trouble]:
-    """Run on every host the command that `argvs` gives for this host, by ssh, and return for each host the output of
-    its command, or the reason why there is no output.
+    """Run a command on every host by ssh, and return the output of each host, or the reason why a host gave no output.
+    The argument `argvs` holds the command of each host.
 
     A command with exit code 0 or 1 gave an output; any other exit code means that the command failed.
 
@@ -225,8 +225,8 @@ class _Sessions:
         return process in self._late
 
     def end_late_ones(self) -> None:
-        """End the processes that have exceeded their time limit; the threads that read their output then see the end of
-        the output.
+        """End the processes that have exceeded their time limit, so that the threads that read their output can
+        finish.
         """
         with self._lock:
             late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late

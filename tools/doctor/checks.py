@@ -104,8 +104,8 @@ Told = TypeVar("Told")
 
 
 class UntoldError(ValueError):
-    """This error means that a host does not provide the facts that a check needs. The check then gets the verdict
-    "unknown", and the message says what was found instead.
+    """This error means that a host does not provide the facts that a check needs. A check that raises this error gets
+    the verdict "unknown", and the message says what was found instead of the facts.
     """
 
 

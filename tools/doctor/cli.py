@@ -1,5 +1,5 @@
 """This module is the command `tc3 doctor`. The command reports whether this host is fit for training, or which hosts of
-a cluster are not.
+a cluster are not fit for training.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
     "--nodes",
     type=click.Path(exists=True, path_type=Path),
     help=(
-        "Check by ssh the hosts that this file lists; it has the form of the file that tc3 train --script --nodes "
-        "takes. If a folder is given, read the reports in its HOST.json files instead."
+        "Check by ssh the hosts that this file lists, one host per line as NAME or as NAME WORKERS (its number of "
+        "workers). If --nodes is a folder, no host is checked, and the hosts' reports are read from the folder's "
+        "HOST.json files."
     ),
 )
 @click.option(
@@ -54,9 +55,9 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="With --probe: also compare this host's workers with those that tc3 firsthour measured.",
+    help="With --probe: also compare the speed of this host's workers with the speed that tc3 firsthour measured.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings and the facts about the host as JSON.")
 def doctor(
     recipe: Path | None,
     root: Path,

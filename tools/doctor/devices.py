@@ -58,7 +58,9 @@ def _hccl_ports() -> range:
     npu=True,
 )
 def reserved_ports(patient: Patient) -> Answer:
-    """Check that the system gives none of the ports that HCCL needs to a network client."""
+    """Check that the operating system reserves the ports that HCCL needs, so that no network client is given one of
+    them.
+    """
     span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, told(span, "the range of client ports cannot be read").split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))

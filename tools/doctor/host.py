@@ -333,7 +333,7 @@ def disk(patient: Patient) -> Answer:
 )
 def disk_write(patient: Patient) -> Answer:
     """Check how fast four MiB can be written and synchronised on the disk of the checkpoints; the file has no name, so
-    none is left behind.
+    that no file is left behind.
     """
     if not patient.root.live:
         return Answer("unknown", "a recorded host cannot be written to")

@@ -18,7 +18,7 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """Return a function that multiplies float32 matrices by NumPy's BLAS and returns the number of GFLOP that it
+    """Return a function that multiplies float32 matrices with NumPy's BLAS and returns the number of GFLOP that it
     computed.
     """
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
@@ -34,8 +34,8 @@ def cpu_matmul(threads: int) -> Callable[[], float]:
 
 
 def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Return a function that multiplies float16 matrices by MindSpore on the worker's device and returns the number of
-    GFLOP that it computed.
+    """Return a function that multiplies float16 matrices with MindSpore on the worker's device and returns the number
+    of GFLOP that it computed.
 
     This function was never run on an NPU; tests run it with `target` CPU.
     """

@@ -179,8 +179,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Return for each worker, link or disk how much slower than the median it must at least be, as a share, to count as
-    slow. The longer the compared workers waited for a core, the larger this share must be.
+    """Return for each worker, link or disk the fraction by which it must be slower than the median to count as slow.
+    The fraction to count as slow is larger if the compared workers waited longer for a core.
     """
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
     return {

@@ -79,7 +79,9 @@ class Seat:
 
 @dataclass
 class Member:
-    """A `Member` is the process of one worker of the probe, with the reason if the worker no longer answers."""
+    """A `Member` is the process of one worker of the probe. The field `failed` holds the reason if the worker no longer
+    answers.
+    """
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -223,8 +225,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
 
 
 def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[str] = ()) -> Probe:
-    """Start a worker at each of the given places and measure their speeds in the given number of rounds. Files are
-    written below `folder`.
+    """Start a worker at each of the given places and measure their speeds in the given number of rounds. The workers
+    write the files of the disk measurement below `folder`.
 
     After Ctrl-C or SIGTERM, the processes of the workers end before this process.
     """
@@ -343,9 +345,9 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--probe",
         "wants_probe",
         is_flag=True,
-        help="Also measure matrix products, memory, disk and links of each worker for some seconds on all its cores, "
-        "and fail if one worker is slower than the others. Probe only a host on which no training runs, because the "
-        "probe and the training would slow each other down.",
+        help="Also measure for some seconds how fast each worker's matrix products, memory, disk and links are, using "
+        "all of its cores; fail if a worker is slower than the others. Probe only a host on which no training "
+        "runs, because the probe and the training would slow each other down.",
     )
     return flag(workers(command))
 

@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 
 
 def timed(work: Callable[[], float], seconds: float) -> Piece:
-    """Call `work` again and again for `seconds`, and return the rate of the work. The function `work` returns the
-    amount of work that it did.
+    """Call the function `work` again and again for `seconds` seconds, and return the amount of work done per second.
+    The function `work` returns the amount of work of one call.
 
     The rate leaves out the time in which other processes used the cores, because this time does not depend on this
     worker's hardware. The rate includes the time in which a CPU limit stopped the worker. The kernel counts both times
@@ -59,8 +59,8 @@ def timed(work: Callable[[], float], seconds: float) -> Piece:
 
 
 def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
-    """Return the result of `work`, and the share of its time in which this process waited for a core because others ran
-    there.
+    """Return the result of `work`, and the share of its time in which this process waited for a core because other
+    processes used it.
     """
     began, (_, before) = time.perf_counter(), scheduled()
     result = work()
@@ -195,8 +195,8 @@ class Desk:
 
     def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
         """Return the bandwidth (GB/s) and the one-way latency (microseconds) of the link to the worker that listens at
-        `address` and `port`, and the share of the time for which this worker waited for a core; return the reason as
-        text if the link cannot be measured.
+        `address` and `port`, with the share of the time for which this worker waited for a core. If the link cannot be
+        measured, return the reason as text.
         """
         try:
             found, share = waiting(lambda: measure(address, port, seconds))

@@ -36,8 +36,8 @@ _FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
 
 
 class Moment(NamedTuple):
-    """A `Moment` holds the bytes in memory while an operator runs, and the bytes that are left after the tensors that
-    no later operator reads are freed.
+    """A `Moment` holds the bytes in memory while an operator runs, and the bytes that remain afterwards, when tensors
+    that no later operator reads have been freed.
     """
 
     most: int
@@ -52,8 +52,8 @@ def name_of(place: int) -> str:
 
 
 def places_of(nodes: list[Node]) -> list[int]:
-    """Return the layer of each operator of a forward pass, read from the operator's path of cells; an operator without
-    a layer in its path belongs to the layer of the operator before it.
+    """Return the layer of each operator of a forward pass, read from the operator's module path. An operator without a
+    layer in its module path belongs to the layer of the operator before it.
     """
     found, current = [], _FIRST
     for node in nodes:
@@ -77,8 +77,8 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """Return the part of the model (such as a layer) that a tensor kept for the backward pass is counted for: the part
-    that computes it (`own`), or the later part whose input it is, if no other part reads it.
+    """Return the part of the model (such as a layer) to which the memory of a kept tensor is assigned. The memory is
+    assigned to the part that computes the tensor (`own`), or to a later part if only that part reads the tensor.
     """
     others = set(readers)
     later = {place for place in others if place > own}
@@ -102,7 +102,7 @@ def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 
 
 def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
-    """Return a pair (part, position after the part's last operator) for each part of a backward pass; the part of a
+    """Return a pair (part, position after the part's last operator) for each part of a backward pass. The part of a
     layer ends with the operator that accumulates the last gradient of the layer's weights.
     """
     ends: dict[int, int] = {}
@@ -119,9 +119,10 @@ def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
 def parts_of(
     saved: Mapping[str, int], forward: list[Node], backward: list[Node], seen: tuple[list[Moment], list[Moment]]
 ) -> dict[str, dict[str, int]]:
-    """Return for each part of the model (such as a layer) the bytes that it keeps for its backward pass ("saved"), and
-    the peak of the bytes in memory during its "forward" pass (beyond the bytes at its start) and during its "backward"
-    pass. The argument `seen` holds a `Moment` for each operator of the forward and the backward pass.
+    """Return the memory of each part of the model (such as a layer): the bytes kept for its backward pass ("saved"),
+    and the peak bytes during its "forward" and "backward" passes. The peak of the "forward" pass does not include the
+    bytes at the start of the pass. The argument `seen` holds a `Moment` (the bytes in memory) for each operator of the
+    forward and the backward pass.
     """
     found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
     segments = forward_segments(forward), backward_segments(backward)
@@ -137,8 +138,8 @@ def parts_of(
 
 
 def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the peak of the bytes in memory during each layer (or other part) of a forward pass ("F") and of a
-    backward pass ("B", which begins with the last layer).
+    """Return the peak memory in bytes during each layer (or other part), for a forward pass ("F") and a backward pass
+    ("B"), in the order in which the pass runs the layers.
     """
     alive, forward = 0, []
     for part in parts:
@@ -149,9 +150,9 @@ def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the bytes "saved", "forward" and "backward" of a pipeline chunk that consists of the given layers and
-    other parts, in the order of the forward pass. A forward pass accumulates the tensors that its layers keep. A
-    backward pass frees the kept tensors layer by layer and accumulates gradients, so its peak is that of the layer with
-    the most bytes.
+    other parts, in the order of the forward pass. In a forward pass, the tensors that the layers keep for the backward
+    pass add up. A backward pass frees the kept tensors layer by layer, so the peak of the pass is the largest peak of
+    any layer.
     """
     most = alive = 0
     for part in parts:
@@ -166,9 +167,9 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
-    """Return for each pipeline chunk the bytes "saved" for the backward pass of a micro-batch, and the peak of the
-    bytes in memory during the "forward" and the "backward" pass; a dimension that only routing determines counts as
-    `rows` (`routed_rows`).
+    """Return for each pipeline chunk the bytes "saved" for the backward pass of a micro-batch, and the peak memory in
+    bytes during the "forward" and the "backward" pass. A tensor dimension that depends on routing is assumed to have
+    the size `rows`.
 
     The key "parts" holds the same bytes by layer (see `FRONT`), "modules" holds the saved bytes by module, and "curves"
     holds the largest number of bytes alive in each of at most `POINTS` sections of a pass. Without pipeline parallelism
@@ -209,8 +210,8 @@ def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def curve_of(moments: Sequence[Moment]) -> list[int]:
-    """Return the course of the memory during a pass: the peak of the bytes in each of at most `POINTS` sections with
-    equally many operators, in the order of the graph's text.
+    """Return the memory over the course of a pass. The operators of the pass are divided into at most `POINTS` equal
+    sections, and each section gives its peak memory in bytes.
     """
     most = [moment.most for moment in moments]
     ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
@@ -218,9 +219,9 @@ def curve_of(moments: Sequence[Moment]) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph has
-    such a number, otherwise `even`. The argument `even` is a rank's number of tokens x top-k, which is the number of
-    rows of each rank if routing is even.
+    """Return the number of token rows that a rank dispatches to experts: the padded number of rows if the graph pads
+    them, and `even` otherwise. The argument `even` is a rank's number of tokens x top-k, which is the number of rows of
+    each rank if routing is even.
     """
     rows = even
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):
@@ -232,7 +233,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
 
 
 def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
-    """Return the bytes that are kept for the backward pass, without parameters, as a dictionary layer (or other part)
+    """Return the bytes of activations that are kept for the backward pass, as a nested dictionary layer (or other part)
     -> module -> bytes.
     """
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -257,9 +258,9 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Coun
 
 
 def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
-    """Return a dictionary layer -> bytes that a pipeline chunk receives from the previous stage and keeps unchanged for
-    its backward pass. The received tensors are parameters of the forward subgraph, with separate tensors for each
-    micro-batch; the recomputation of a layer starts from these tensors.
+    """Return the bytes that a pipeline chunk receives from the previous stage and keeps for its backward pass, as a
+    dictionary layer -> bytes. The received tensors are arguments of the forward subgraph, and recomputation of a layer
+    starts from them.
     """
     nodes, root = graph.graphs[forward], graph.graphs[graph.root]
     bound = next((node for node in nodes if node.binds == backward), None)
@@ -284,9 +285,9 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
-    """Return for each weight the bytes of the tensors that a step computes once from this weight, and that all
-    micro-batches share. The counted tensors are the weights in compute precision, gathered from the optimizer's shards;
-    these tensors stay in memory for the whole step.
+    """Return for each weight the bytes of tensors that are computed from the weight once in a step, and that all
+    micro-batches use. For example, the copy of a weight in compute precision is counted, which stays in memory for the
+    whole step.
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
@@ -307,7 +308,7 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(moments: Sequence[Moment]) -> int:
-    """Return the peak of the bytes in memory during a pass."""
+    """Return the peak memory in bytes during a forward or backward pass."""
     return max((moment.most for moment in moments), default=0)
 
 
@@ -341,7 +342,9 @@ def output_bytes(node: Node, rows: int) -> int:
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Return the bytes of a tensor; a dimension of -1 (a size that only routing determines) counts as `rows`."""
+    """Return the bytes of a tensor; a dimension of -1, whose size depends on routing, is assumed to have the size
+    `rows`.
+    """
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

@@ -63,45 +63,53 @@ class Ranks(click.ParamType):
     default=ALL,
     show_default=True,
     help="Compile these global ranks, such as 0,512; all-stages compiles one rank for each kind of pipeline stage. If "
-    "two of these ranks belong to one communication group, the order of their collectives is compared.",
+    "two of the compiled ranks belong to one communication group, the order of their collectives is compared.",
 )
-@click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
+@click.option(
+    "--devices",
+    type=Number("devices"),
+    help="Compile for this many devices instead of the recipe's number; data_parallel is changed to match.",
+)
 @click.option(
     "--micro-batches",
     type=Number("micro_batches"),
-    help="Compile this many micro-batches of a pipeline; by default twice as many as it has stages, or all if there "
-    "are fewer.",
+    help="Compile the pipeline with this many micro-batches; by default with twice as many as the pipeline has stages, "
+    "or with the recipe's number if that is smaller.",
 )
-@click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Compile each kind of layer only once, and compose the report on each pipeline stage from these results.",
+)
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Subtract from the memory limit the memory that framework and driver use, which tc3 firsthour measured with "
-    "RECIPE.",
+    help="Subtract the memory that framework and driver use from the memory limit; tc3 firsthour measured this memory "
+    "with RECIPE.",
 )
 @overrides_option
 @jobs_option
 @click.option(
     "--prove",
     is_flag=True,
-    help="Also report what tc3 prove reports; this compiles one more rank along each axis of the device mesh, and "
-    "the last rank.",
+    help="Also check the gradients as tc3 prove does; for this check one more rank along each axis of the device mesh, "
+    "and the last rank, are compiled.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw the memory and the communication traffic of each stage (.svg or .png).",
+    help="Draw the memory and the communication traffic of each pipeline stage (.svg or .png).",
 )
 @click.option(
     "--time-line",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use on the fullest stage at each forward and backward pass (.svg, .png), or write the "
-    "values (.json).",
+    help="Draw the memory in use at each forward and backward pass on the pipeline stage with the highest peak (.svg, "
+    ".png), or write the values (.json).",
 )
 @unverified_option
 def dryrun(

@@ -172,9 +172,9 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 
 def generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each communication group that MindSpore's C++ code created; in the graph's text only some of
-    a group's collectives state the ranks. MindSpore's name of a group that its C++ code created is a hash of the
-    group's ranks, so the name shows whether the ranks that a collective states are right.
+    """Return the ranks of each communication group that MindSpore's C++ code created. In the graph's text, only some
+    collectives of a group state the ranks of the group. MindSpore names a group that it created by a hash of the
+    group's ranks, which shows whether the stated ranks are right.
     """
     found: dict[str, tuple[int, ...]] = {}
     for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES):
@@ -199,8 +199,8 @@ _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them
 
 
 def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
-    """Return for each pipeline chunk the FLOPs of a micro-batch: "forward", "recompute" and "gradient"; a dimension
-    that only routing determines counts as `rows`.
+    """Return for each pipeline chunk the FLOPs of a micro-batch: "forward", "recompute" and "gradient". A tensor
+    dimension that depends on routing is assumed to have the size `rows`.
     """
     found = []
     for names in chunks_of(graph):
@@ -214,8 +214,8 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """Return the FLOPs of an operator, where a multiply-add counts as 2 and attention counts as causal over the whole
-    sample.
+    """Return the FLOPs of an operator. A multiply-add counts as 2 FLOPs, and attention counts as causal attention over
+    the whole sample.
     """
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]

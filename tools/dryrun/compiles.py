@@ -63,8 +63,8 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Return the results of all compiles of a plan in order, from the cache if they are stored there. With `texts`,
-    also store the texts of the final graphs, in the files that `text_of` names.
+    """Run all compiles of a dry run's plan, and return their results in order. A compile whose result is in the cache
+    is not run again. If `texts` is True, also store the text of each final graph (see `text_of`).
     """
     known = {
         place: {**found, "cached": True}
@@ -221,7 +221,7 @@ def cache_folder() -> Path:
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
-    """Return the stored result of an earlier compile of an equal job; None if no such result is stored."""
+    """Return the stored result of an earlier compile of an equal job; return None if no such result is stored."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error):
@@ -229,7 +229,7 @@ def kept_result(job: Job) -> dict[str, Any] | None:
 
 
 def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a compile's result completely or not at all; an error with which MindSpore refuses a recipe is stored, too,
+    """Store the result of a compile in the cache. An error with which MindSpore refuses the recipe is a result, too,
     unless this host caused the error. If the cache folder cannot be written, a warning is printed, and the dry run uses
     the result without storing it.
     """
@@ -328,9 +328,9 @@ _NO_KEY = "no key of the recipe is known for this message"
 
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
-    """Return one line: the recipe's key that caused the message, if it is known, and the message without the
-    framework's call stacks. If the message or the line of code only suggests a key as the cause, the key stands after
-    the message and is marked as a guess.
+    """Return MindSpore's error message in one line, without call stacks, after the recipe's key that caused the error
+    (if the key is known). A key that is not certain to have caused the error stands after the message, and is marked as
+    a guess.
 
     Args:
         kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.
@@ -371,7 +371,9 @@ def _of_group(recipe: Recipe | None) -> str:
 
 
 def source_key(source: str) -> str:
-    """Return the recipe's key because of which the model executes a given line of Python code, or an empty string."""
+    """Return the recipe's key that makes the model execute a given line of Python code, or an empty string if no key is
+    known.
+    """
     return _first(_SOURCES, source)
 
 

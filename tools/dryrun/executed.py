@@ -34,8 +34,8 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """Return the values in which a collective reported by the compile and the executed collective must agree,
-        except shapes: operator, ranks, type and tag.
+        """Return the operator, ranks, type and tag of a collective, which must be the same in the compile's report and
+        in the run.
         """
         return self.op, self.ranks, self.dtype, self.tag
 
@@ -53,9 +53,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds one line for each difference between the reported and the executed collectives: a missing or
-    additional collective in `calls`, or, if there is none, a wrong order of dependent collectives or pipeline messages
-    in `order`.
+    """A `Comparison` holds one line for each difference between the reported and the executed collectives. The field
+    `calls` lists missing and additional collectives. If no collective is missing or additional, the field `order` lists
+    dependent collectives and pipeline messages in a wrong order.
     """
 
     calls: list[str]
@@ -63,16 +63,16 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Return the file into which rank `rank` of a sharded CPU run writes the collectives of its first step. The file is
-    JSON and has the keys "step", "calls" (the collectives) and "places" (group -> the rank's index in this group as
-    MindSpore received it).
+    """Return the path of the file into which rank `rank` of a sharded CPU run writes the collectives of its first step.
+    The file is JSON and has the keys "step", "calls" (the collectives) and "places" (the rank's index in each group, as
+    passed to MindSpore).
     """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
 
 
 def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
-    """Return a line for each communication group in which MindSpore used a wrong index for the rank (`places` of
-    `calls_file`), so that the rank sliced weights wrongly.
+    """Return a line for each communication group in which MindSpore used a wrong index for the rank. With a wrong index
+    in the group, the rank slices weights wrongly.
     """
     told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
     return [

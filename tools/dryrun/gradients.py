@@ -81,10 +81,10 @@ def copies_of(layout: Sequence[Any], rank: int) -> tuple[int, ...]:
 def judge_gradients(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], copies: Mapping[str, Sequence[int]], rank: int
 ) -> dict[str, dict[str, Any]]:
-    """Return a judgement of the gradient of each weight that the optimizer of `rank` updates, as a dictionary with the
-    keys "verdict", "why", "copies", "scales" and "norm"; for a copy of another stage's weight, the keys are "copy_of"
-    (a rank of that stage), "summed" and "norm". The function `tools.dryrun.scale.judge_scale` judges the value of
-    "scales".
+    """Judge for each weight that the optimizer of `rank` updates whether its gradient is summed rightly. The result for
+    a weight has the keys "verdict", "why", "copies", "scales" and "norm". The result for a copy of another stage's
+    weight has the keys "copy_of" (a rank of that stage), "summed" and "norm". The value of the key "scales" is judged
+    by `tools.dryrun.scale.judge_scale`.
 
     A weight that two stages hold (the embedding, which MTP layers use again on the last stage) is sent from one to the
     other at the start of each step, and the gradient of the copy is sent back. The optimizer's update of the copy is
@@ -140,15 +140,17 @@ def _with_sizes(norm: Sequence[Mapping[str, Any]], ways: Iterable[Way]) -> list[
 
 
 def seeds_of(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Scale]:
-    """Return the values (such as the loss scale) with which backward passes start on a stage that computes a loss."""
+    """Return the values (such as the loss scale) with which the backward passes start on a stage that computes a
+    loss.
+    """
     return _Walk(graph, ranks_of).numbers.seeds()
 
 
 def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
-    """Return for each weight the operator that makes the last sum of the weight's gradient over ranks, or the operator
-    that computes the gradient if the gradient is not summed: (subgraph, operator) for each path to the optimizer.
+    """Return, for each weight, the last operator that sums the weight's gradient over ranks, or the operator that
+    computes the gradient if it is not summed. Each path to the optimizer gives one pair (subgraph, operator).
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED
@@ -182,9 +184,9 @@ class _Walk:
                     self.called[called].append((name, listed(inside.rpartition(")")[0])))
 
     def of_weight(self, name: str) -> frozenset[Way]:
-        """Return the paths of the gradient into the weight's first moment, which is linear in the gradient. AdamW adds
-        the gradient times 1 - beta to the first moment; Muon adds the whole gradient, and makes the moment orthogonal
-        later.
+        """Return the paths in the graph on which a weight's gradient reaches the optimizer's first moment, which is
+        linear in the gradient. AdamW adds the gradient times 1 - beta to the first moment; Muon adds the whole
+        gradient, and orthogonalizes the moment later.
         """
         found: set[Way] = set()
         for prefix in _MOMENTS:
@@ -238,8 +240,8 @@ class _Walk:
         return self.used[graph][number]
 
     def norm_of(self, name: str) -> list[dict[str, Any]]:
-        """Return the contribution of a weight to the global gradient norm: for each sum of squared gradients, the
-        "divisor" of the sum, and the "ranks" of each AllReduce that then adds the sum over ranks.
+        """Return how the squares of a weight's gradient enter the global gradient norm. For each sum of squares, the
+        result holds a "divisor", and the "ranks" of each AllReduce of the sum.
         """
         found = []
         for graph, number in self.squares(name):
@@ -262,7 +264,7 @@ class _Walk:
 
     def sent(self, name: str) -> list[tuple[int, Way]]:
         """Return the global ranks to which this rank sends the parameter `name` outside of the forward and backward
-        passes, each with the operators on the parameter's path to the Send.
+        passes. For each receiving rank, the result holds the operators between the parameter and the Send.
         """
         return [(peer, way) for peer, way in self.transfers("Send") if way.start == name]
 
@@ -273,8 +275,8 @@ class _Walk:
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return a pair (global rank of the other end, path of the value) for each Send or Receive of a parameter
-        outside of the forward and backward passes.
+        """Return, for each Send or Receive of a parameter outside of the forward and backward passes, the pair (global
+        rank of the peer, operators on the parameter's path).
         """
         nodes = self.graph.graphs[self.graph.root]
         found = []
@@ -306,8 +308,8 @@ class _Walk:
         return frozenset((Way((), "" if zero else _CONSTANT),))
 
     def parameter(self, graph: str, place: str, name: str, members: tuple[int, ...]) -> frozenset[Way]:
-        """Return the gradient's paths that end in a parameter of a subgraph; the paths come from the arguments that the
-        callers of the subgraph pass.
+        """Return the gradient's paths that end in a parameter of a subgraph. The gradient's paths continue from the
+        arguments with which the subgraph is called.
         """
         bound = [] if graph == self.graph.root else self.bound_to(graph, place)
         found = frozenset(way for at, text in bound for way in self.value(at, text, members))
@@ -326,9 +328,10 @@ class _Walk:
         return found
 
     def summed(self, name: str, reader: Node | None) -> frozenset[Way]:
-        """Return the gradient's paths that end in the sum over micro-batches that `reader` reads; the operator that
-        sets this sum to zero is left out. If the optimizer is not sharded, the graph sums the accumulated gradient over
-        ranks and assigns the result to the same parameter, which `reader` may read before or after this assignment.
+        """Return the gradient's paths that end in the accumulated gradient (the sum over micro-batches) that `reader`
+        reads. The operator that sets the accumulated gradient to zero is left out. If the optimizer is not sharded, the
+        graph sums the accumulated gradient over ranks and assigns the result to the same parameter, which `reader` may
+        read before or after this assignment.
         """
         found: set[Way] = set()
         for graph, node in self.writers[name]:
@@ -343,7 +346,7 @@ class _Walk:
         return frozenset(found)
 
     def behind(self, node: Node, other: Node) -> bool:
-        """Return whether one operator of the root graph must run after another one."""
+        """Return whether one operator of the root graph must run after another operator."""
         nodes = self.graph.graphs[self.graph.root]
         last = next(place for place, each in enumerate(nodes) if each is other)
         todo, seen = list(node.operands), set[int]()
@@ -400,8 +403,8 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through an addition or a multiplication; a path goes through the arguments that
-        have as many elements as the result.
+        """Return the gradient's paths through an addition or a multiplication. The paths go only through arguments with
+        as many elements as the result.
         """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))
@@ -417,8 +420,8 @@ class _Walk:
 
     @staticmethod
     def as_large(node: Node, arguments: list[str]) -> list[str]:
-        """Return the arguments of an operator that have as many elements as its result; constants are left out if
-        another such argument exists.
+        """Return the arguments of an operator that have as many elements as its result; constants are left out unless
+        all of these arguments are constants.
         """
         size = math.prod(node.outputs[0].shape)
         types = listed(node.types[0][1:-1], "<([{", ">)]}")
@@ -487,9 +490,9 @@ def _judge_way(way: Way, copies: Sequence[int], rank: int, elsewhere: Sequence[i
 
 
 def reached_by(groups: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """Return the ranks whose gradients are part of the sum that `rank` holds after AllReduces over the given groups; a
-    rank whose gradient was added twice occurs twice. The other ranks are assumed to sum over groups of the same form,
-    as on a mesh of devices.
+    """Return the ranks whose gradients are in the sum that `rank` holds after AllReduces over the given groups. A rank
+    whose gradient was added twice occurs twice in the result. The function assumes that the groups of the other ranks
+    have the same form, as on a mesh of devices.
     """
     reached = [rank]
     for ranks in groups:

@@ -92,8 +92,8 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the text of the graph that `virtual_cluster.final_graph` finds, or the compressed text of a graph that
-    `compiles.text_of` names.
+    """Parse MindSpore's final graph from its text, which may be compressed. The functions `virtual_cluster.final_graph`
+    and `compiles.text_of` return the path of a graph's text.
 
     Raises:
         ClusterError: the file cannot be read, or is not the text of a graph.
@@ -222,9 +222,9 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """Return the forward and backward passes of a stage in the order in which the root graph calls them. A chunk has
-    one forward and one backward subgraph (lazy inline), which the root graph calls once for each micro-batch, in the
-    order of the micro-batches; chunks are numbered in the order of their first forward passes.
+    """Return the forward and backward passes of a stage in the order in which the root graph calls them. The root graph
+    calls the forward and the backward subgraph of a model chunk once for each micro-batch, in order. Model chunks are
+    numbered in the order of their first forward passes.
     """
     chunks = chunks_of(graph)
     place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
@@ -240,7 +240,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Return the forward and backward subgraph of each chunk, in the order of their first forward passes."""
+    """Return the forward and backward subgraph of each model chunk, in the order of their first forward passes."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:
@@ -250,7 +250,7 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
-    """Return the peak of the bytes that are kept for backward passes at the same time, where each micro-batch in flight
+    """Return the largest number of bytes that are kept for backward passes at the same time. Each micro-batch in flight
     keeps `sizes[chunk]` bytes.
     """
     own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)

@@ -1,5 +1,5 @@
 """This module counts the memory of one device of a compiled pipeline stage, in bytes and by purpose (such as weights).
-All bytes are exact, except those of activations.
+All bytes are exact, except the bytes of activations.
 
 A layout is the decision of MindSpore's front end for one parameter: its slice under tensor and expert parallelism, and
 the group over which the optimizer shards this slice again (ZeRO). A rank holds the elements of the slice divided by the
@@ -99,8 +99,8 @@ def kinds_of(step: Any) -> dict[str, str]:
 
 
 def on_host(step: Any) -> set[str]:
-    """Return the names of the parameters that a training step keeps in the host's memory: with `optimizer.swap`
-    MindFormers' optimizers give their moments `device="CPU"`, which MindSpore has no public function to read.
+    """Return the names of the parameters that a training step keeps in the host's memory, such as the optimizer's
+    moments with `optimizer.swap`.
     """
     return {item.name for item in step.get_parameters() if item._get_user_data("parameter_device") == "CPU"}
 
@@ -140,7 +140,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the peak of the bytes in a step, either during the forward and backward passes or during the
+        """Return the peak memory in bytes of a step. The peak is either in the forward and backward passes or in the
         optimizer's update.
         """
         updated = self.weights + self.state + self.accumulated + self.update
@@ -152,9 +152,9 @@ class Memory:
 
 
 def update_of(held: Iterable[Held], sharded: bool) -> int:
-    """Return the bytes that clipping and the optimizer need after the last backward pass, in addition to weights, state
-    and accumulated gradients; 0 if gradients are not accumulated. Unless the optimizer is `sharded`, MindFormers
-    divides gradients in fp32.
+    """Return the bytes that gradient clipping and the optimizer need in addition to weights, optimizer state and
+    accumulated gradients; return 0 if gradients are not accumulated. If the optimizer is not `sharded`, MindFormers
+    divides gradients in fp32, which needs more memory than division in their own type.
     """
     items = list(held)
     sums = {item.name.partition(".")[2]: item for item in items if item.kind == ACCUMULATED}
@@ -176,9 +176,9 @@ def memory_of(
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
-    """Return the peak of the bytes of activations: the activations kept for later backward passes, and those that are
-    alive in the running pass. A tensor that the running forward pass keeps is counted only once. The kept activations
-    include the tensors received from the previous stage, although no operator of this stage computes these tensors.
+    """Return the peak memory of activations in bytes: the activations kept for later backward passes, plus the
+    activations of the running pass. A tensor that the running forward pass keeps is counted only once. The kept
+    activations include the tensors received from the previous stage, although no operator of this stage computes them.
     """
     backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
     forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
@@ -189,7 +189,8 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
     """Return whether a stage's memory fits the limit: `FITS`, `UNKNOWN`, `DOES_NOT_FIT` or `NO_LIMIT`. The real total
-    may differ from the predicted total by the relative `error`, but is never below the bytes that are known exactly.
+    memory may differ from the predicted total by the fraction `error`, but is never below the bytes that are known
+    exactly.
     """
     if not limit:
         return NO_LIMIT
@@ -205,18 +206,18 @@ def _even(stage: int, memory: Mapping[str, int], error: float) -> Even:
 def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
-    """Return whether the stages of a dry run, which were compiled for even routing, also fit if the router loads
-    devices unevenly. The additional bytes of uneven loads are those that `tc3 memory --loads` predicts, with the error
-    of such predictions; the compiled bytes have the relative `error` of `fit_of`.
+    """Return whether the stages of a dry run, which assumes even routing, also fit in memory if the router loads
+    devices unevenly. The additional bytes for uneven loads are predicted as by `tc3 memory --loads`. The compiled bytes
+    may be wrong by the fraction `error`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])
 
 
 def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the memory of HCCL on a device, which is not part of `context.max_device_memory`: the number of
-    "communicators" of the compiled rank that has the most communicators (without those of its Sends and Receives), and
-    their "bytes" with HCCL's default buffer size.
+    """Return the memory that HCCL needs on a device beside `context.max_device_memory`: the number of "communicators"
+    and the "bytes" of their buffers of default size. The number of communicators is the largest number of any compiled
+    rank, without the communicators for Sends and Receives.
     """
     graphs = [result.get("graph", {}) for result in results]
     every = [
@@ -228,9 +229,9 @@ def hccl_buffers(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[str, Any] | None:
-    """Return the stage that needs the most memory while experts move to other devices between two steps: its number,
-    the bytes of the exchange, the total with the parameters that a device keeps, and whether the total fits; return
-    None if the model has no experts.
+    """Return the stage that needs the most memory while experts move to other devices between two steps. The result
+    holds the stage's number, the bytes for moving, the total bytes, and whether the total fits. Return None if the
+    model has no experts.
     """
     found = []
     for number, held in stages:
@@ -246,8 +247,8 @@ def exchange(stages: Sequence[tuple[int, Sequence[Held]]], limit: int) -> dict[s
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """Return a line for each stage whose memory is so near to the limit that the error of the prediction leaves open
-    whether the stage fits.
+    """Return a line of text for each stage that may or may not fit, because its predicted memory differs from the limit
+    by less than the prediction's error.
     """
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
@@ -305,15 +306,15 @@ def is_update(memory: Mapping[str, int]) -> bool:
 
 
 def at_fullest(memory: Mapping[str, int], part: str) -> int:
-    """Return the bytes that one part of the memory (such as kept activations) has at the peak of a step; a part that
-    does not exist at the peak has 0 bytes.
+    """Return the bytes of one part of the memory (such as kept activations) at the peak of a step. The result is 0 if
+    this part of the memory does not exist at the peak.
     """
     return memory[part] if part in UPDATED or (part == "update") == is_update(memory) else 0
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], update: int = 0) -> TimeLine:
-    """Return the time line of a stage's live bytes, whose peak is the total of `memory_of`. If the order of the passes
-    is unknown, the time line shows one backward pass of each chunk, without kept activations.
+    """Return a stage's memory over a step as a time line; its peak equals the total that `memory_of` returns. If the
+    order of the passes is unknown, the time line shows one backward pass of each chunk, without kept activations.
     """
     constant: dict[Owner, float] = defaultdict(float)
     for part, name, size in (

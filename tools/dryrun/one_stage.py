@@ -1,5 +1,5 @@
-"""This module makes a recipe for a single pipeline stage from a recipe: the layers of the stage with the most layers,
-at their real sizes, on as many devices as a stage has.
+"""This module derives from a recipe a smaller recipe with only one pipeline stage. The only stage of the smaller recipe
+has the layers of the original recipe's largest stage, and as many devices as one stage.
 
 `tc3 firsthour` trains the result on a new cluster to measure a real stage. The new recipe has the embedding and the
 head around the stage's layers, and one micro-batch a step. Tensor, context, data and expert parallelism, and the
@@ -22,7 +22,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
 
 def one_stage(recipe: Recipe, devices: int) -> Recipe:
     """Return a recipe for one pipeline stage of a resolved Ascend recipe, on at most `devices` devices. If a stage has
-    more devices than this, the data-parallel degree is reduced.
+    more than `devices` devices, the data-parallel degree is reduced.
 
     Raises:
         RecipeError: layers are swapped by their numbers, or tp, cp and ep need more devices.

@@ -36,7 +36,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the recipe because of which the graph contains this collective."""
+        """Return the recipe's key that makes the graph contain this collective."""
         return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ def _tensor(item: Mapping) -> str:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; [] if the
-    ranks can run together.
+    """Return one line for each error that would make the run hang or deliver messages to the wrong receiver; return []
+    if the ranks can run together.
     """
     found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
@@ -79,8 +79,8 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
 
 
 def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
-    """Return the number of groups on which the compiled ranks call collectives ("all"), and the number of those that
-    contain at least two compiled ranks ("compared").
+    """Return the number of communication groups of the compiled ranks ("all"), and the number of groups that contain at
+    least two compiled ranks ("compared").
     """
     groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
     return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
@@ -138,9 +138,9 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` holds the pairs of stages that send to each other: pairs of compiled stages (`exact`), pairs
-    represented by other compiled stages (`alike`) and unchecked pairs (`unknown`), with a line for each Send or Receive
-    that has no match.
+    """A `Links` holds the result of comparing the Sends and Receives between pairs of stages. A pair was compared
+    directly (`exact`), by other stages with the same layers (`alike`), or not at all (`unknown`). The field `problems`
+    has a line for each Send or Receive that has no match on the other stage.
     """
 
     exact: list[tuple[int, int]]
@@ -149,8 +149,8 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Return the numbers of the pairs of stages that were compared directly, that other stages with the same layers
-        represented, and that were not compared, as a dictionary for `--json`.
+        """Return as a dictionary for `--json` how many pairs of stages were compared directly, by other stages with the
+        same layers, and not at all.
         """
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
@@ -168,17 +168,17 @@ class _Rank:
                 self.calls.setdefault(key, []).append(item)
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
-        """Return one line of text for each Send or each Receive (as `op` says) between this stage and the stage at the
-        given `distance`, so that the Sends of one stage can be compared with the Receives of the other stage.
+        """Return one line of text for each Send (or each Receive, as `op` says) between this stage and the stage at the
+        given `distance`. The lines for the Sends of one stage can be compared with the lines for the Receives of the
+        other stage.
         """
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
 
 def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int, alike: bool) -> Links:
     """Compare the Sends and Receives at both ends of each pipeline link, in the compiled ranks of the link's two
-    stages. If a stage was not compiled and may be represented (`alike`), a rank of a stage with the same layers
-    represents it. No link is compared after a quick dry run, because the stages that it compiles are not the stages of
-    the pipeline.
+    stages. If `alike` is True, a stage that was not compiled is represented by a compiled stage with the same layers.
+    No link is compared after a quick dry run, because a quick dry run does not compile the real stages.
     """
     ranks = [_Rank(result, per_stage) for result in results] if plan.job_of else []
     links = Links([], [], [], [])

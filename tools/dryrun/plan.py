@@ -26,8 +26,9 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 @dataclass(frozen=True)
 class Job:
-    """A `Job` is one compile in a process of its own: a flat recipe, with the number of micro-batches (and in a quick
-    run the layers) to compile, a global rank, and the rank's pipeline stage.
+    """A `Job` describes one compile, which runs in a separate process: the recipe to compile, a global rank, and the
+    rank's pipeline stage. The recipe of a `Job` already has the number of micro-batches and layers that are to be
+    compiled.
     """
 
     recipe: Recipe
@@ -40,8 +41,9 @@ SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` is one pipeline stage: its number, for each chunk (first layer, kinds of its layers), its other parts
-    ("embedding", "head" with the MTP layers), and the recipe's recomputation and swapping for it.
+    """A `Stage` describes one pipeline stage: its number, its model chunks as (first layer, kinds of layers), and its
+    recompute and swap settings. The field `ends` names the stage's other parts: "embedding", or "head" (with MTP
+    layers).
     """
 
     number: int
@@ -135,8 +137,8 @@ ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reac
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` holds the compiles (jobs) of a dry run in the order of stages and ranks, the number of micro-batches to
-    compile, and for each pipeline stage the index of the job that represents it (`job_of`).
+    """A `Plan` holds the compiles (jobs) of a dry run in the order of stages and ranks, and the number of micro-batches
+    to compile. The field `job_of` holds for each pipeline stage the index of the job that represents the stage.
     """
 
     stages: list[Stage]
@@ -204,9 +206,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """Return the recipe without the keys that name files of the host. The removed keys name the folder for graph dumps,
-    which the dry run sets itself, and the settings file of Ascend hosts, which MindFormers' public recipes name and do
-    not ship; of the settings in this file only the broadcast level of the data affects the graph.
+    """Return the recipe without the keys that name files of the host. The keys that are removed name the folder for
+    graph dumps and a settings file for Ascend hosts. The dry run sets its own folder for graph dumps, and the settings
+    file does not exist in MindFormers' public recipes.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

@@ -34,8 +34,8 @@ _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` is a key of the recipe whose value differs between layers: the path to the value, the layers for
-    which it is on, and whether the recipe lists the numbers of layers (with swapping) instead of counting them.
+    """A `Setting` is a key of the recipe whose value differs between layers, with the layers for which the setting is
+    on. The field `numbered` says whether the recipe lists layer numbers (with swapping) instead of a number of layers.
     """
 
     path: tuple[str | int, ...]
@@ -45,8 +45,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` describes layers that compile to the same graph: "dense" or "moe", which of the recipe's settings are
-    on, and whether the layer is recomputed as a whole.
+    """A `Kind` describes layers that compile to the same graph: whether they are "dense" or "moe", which settings are
+    on for them, and whether they are recomputed as a whole.
     """
 
     block: str
@@ -113,9 +113,9 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
 
 def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
     """Distribute one layer of each kind to as few stages as a recipe can express, and return these stages. On each
-    stage dense layers come first, and if a setting (such as recomputation) is off for a layer, it is off for all later
-    layers of the stage. If the recipe names layers by number (`numbered`), a stage can hold every combination of
-    settings.
+    stage of the result, dense layers come before MoE layers. A setting (such as recomputation) that is off for one
+    layer is off for all later layers of the stage. If the recipe names layers by number (`numbered`), a stage can hold
+    every combination of settings.
     """
     groups: list[list[Kind]] = [[]]
     for kind in sorted(dict.fromkeys(kinds), key=_order):
@@ -138,7 +138,9 @@ def _falls(group: Sequence[Kind]) -> bool:
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
-    """Write the recompute and swap settings of the given layers, a list of kinds for each stage, into the recipe."""
+    """Write the recompute and swap settings of the given layers into the recipe. The layers are given as a list of
+    kinds for each stage.
+    """
     layers = [kind for group in groups for kind in group]
     for place, setting in enumerate(settings):
         value: list[int] = [sum(kind.on[place] for kind in group) for group in groups]
@@ -157,8 +159,8 @@ _LEAST = 2  # layers of a stage in front: what two of them share belongs to none
 
 
 class Small(NamedTuple):
-    """A `Small` is the small model that is compiled instead of the real one: kinds of layers by stage, the real layers'
-    kinds [stage][chunk][layer], and the recipe.
+    """A `Small` describes the small model that a quick dry run compiles instead of the real model: its recipe, the
+    kinds of layers in each stage, and the kinds of the real model's layers [stage][chunk][layer].
     """
 
     groups: list[list[Kind]]
@@ -180,8 +182,8 @@ def quick_plan(recipe: Recipe) -> Plan:
 
 
 def small_of(recipe: Recipe) -> Small:
-    """Return a recipe of a small model that has one layer of each kind of the real model, and at the end one layer of
-    the last kind with the head and the MTP layers.
+    """Return a recipe of a small model with one layer of each kind of the real model. The small model ends with one
+    more layer of the last kind, the head, and the MTP layers.
     """
     view = View(recipe)
     stages = stages_of(view)
@@ -223,8 +225,8 @@ def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
 def compose(
     recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
-    """Return for each stage of the real recipe its parameters and the summary of its graph (without communication),
-    computed from the results of the quick dry run.
+    """Compute the parameters and the graph's summary (without communication) of each stage of the real recipe from the
+    results of a quick dry run.
     """
     small = small_of(recipe)
     layers = _Compiled(small.groups, results)
@@ -285,8 +287,8 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """Return the activation bytes of a micro-batch's forward and backward passes through a chunk of the given kinds
-        of layers, with the embedding and the head if requested.
+        """Return the activation bytes of a micro-batch's forward and backward passes through a chunk with the given
+        kinds of layers. The embedding and the head are included if requested.
         """
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]

@@ -52,8 +52,8 @@ _HOST = re.compile(r"can't start new thread|No space left on device|Cannot alloc
 def compile_job(
     job: Job, folder: Path, enable_plugins: Callable[[Any], None], text: Path | None = None
 ) -> dict[str, Any]:
-    """Compile the training step of one rank, and return a report on it; a refusal by MindSpore or MindFormers is a
-    result as well.
+    """Compile the training step of one rank, and return a report on the graph. If MindSpore or MindFormers refuses the
+    recipe, the report holds the reason.
 
     Args:
         folder: the folder for temporary files.
@@ -106,13 +106,15 @@ def keep_text(graph: Path, text: Path) -> None:
 
 
 def of_the_host(error: Exception) -> bool:
-    """Return whether the machine may have caused an error: a full disk, too little memory, a broken package."""
+    """Return whether the machine may have caused an error, for example by a full disk, too little memory or a broken
+    package.
+    """
     return isinstance(error, (OSError, MemoryError, ImportError)) or _HOST.search(str(error)) is not None
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Return for each parameter its kind, its type, and whether the optimizer updates the parameter; call this function
-    before or after the compile, which cuts shapes but keeps types.
+    """Return for each parameter its kind, its type, and whether the optimizer updates the parameter. This function may
+    be called before or after the compile, which changes neither kinds nor types.
     """
     trained = {item.name for item in cell.optimizer.parameters}
     kinds = kinds_of(cell)
@@ -291,7 +293,7 @@ def _stop_at_training() -> Iterator[list[Any]]:
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return a dictionary column -> (shape, NumPy type) of the data that one rank reads for one step, in the order of
-    the arguments.
+    the model's arguments.
 
     The data of all micro-batches of the step come at once: the first dimension is batch size x micro-batches x
     accumulated steps, and with full_batch also x data-parallel ranks. MindFormers gives every column as int32, masks as

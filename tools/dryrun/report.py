@@ -54,9 +54,9 @@ NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not co
 
 
 class Found(NamedTuple):
-    """A `Found` holds the results of a dry run for one pipeline stage, and the compiled rank that they come from (None
-    if the quick dry run computed the stage from its layers). The field `compiled` is True if this rank belongs to the
-    stage, and False if it belongs to another stage with the same layers.
+    """A `Found` holds the results of a dry run for one pipeline stage, and the compiled rank from which they come. The
+    rank is None if a quick dry run computed the stage from single layers. The field `compiled` is True if the compiled
+    rank belongs to the stage, and False if it belongs to another stage with the same layers.
     """
 
     stage: Stage
@@ -198,8 +198,9 @@ def _beside(judged: Judged | None, moving: Mapping[str, Any] | None, limit: int)
 
 
 def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"} over the compiled ranks: the number of weights, the number of
-    weights whose gradient is summed over exactly the ranks that hold a copy, and a sentence for each other weight.
+    """Return a summary of the weights' gradients on all compiled ranks. The key "weights" is the number of weights, and
+    "right" counts the weights whose gradient is summed over exactly the ranks that hold a copy. The keys "wrong" and
+    "unknown" hold a sentence for each weight whose gradient is not right.
     """
     right = 0
     wrong: list[str] = []
@@ -225,9 +226,10 @@ def gradients_report(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return {"weights", "once", "otherwise"}: the number of weights, the number of weights whose elements the global
-    gradient norm counts exactly once, and a sentence for each other weight. Weights of a rank whose graph computes no
-    global norm are left out. The argument `devices` is the number of all ranks of the recipe.
+    """Return how the global gradient norm counts the weights. The key "weights" is the number of weights, "once" is the
+    number of weights whose elements are counted exactly once, and "otherwise" holds a sentence for each other weight.
+    Weights of a rank whose graph computes no global norm are left out. The argument `devices` is the number of all
+    ranks of the recipe.
     """
     once, otherwise = 0, []
     for result in results:
@@ -245,10 +247,11 @@ def norm_report(results: Sequence[Mapping[str, Any]], devices: int) -> dict[str,
 
 
 def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -> str:
-    """Return the reason if the global gradient norm does not count each element of a weight exactly once, otherwise "".
-    Every rank adds the squares of the gradient elements that it holds. Therefore the sum over elements that several
-    ranks hold must be divided by the number of these ranks: the number of copies (`found["copies"]`), divided by the
-    number of the optimizer's shards. The argument `devices` is the number of all ranks of the recipe.
+    """Return the reason why the global gradient norm does not count each element of a weight exactly once; return "" if
+    it does. Every rank adds the squares of the gradient elements that it holds. If several ranks hold an element, its
+    square must therefore be divided by the number of these ranks. The number of ranks that hold an element is
+    `found["copies"]` divided by the number of the optimizer's shards. The argument `devices` is the number of all ranks
+    of the recipe.
     """
     if "copy_of" in found:
         return "the gradient of a copy on another stage is counted, too" if found["norm"] else ""
@@ -268,9 +271,10 @@ def judge_norm(found: Mapping[str, Any], shards: int, rank: int, devices: int) -
 
 
 def scale_report(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[str, Any]:
-    """Return {"weights", "right", "wrong", "unknown"}: the number of weights, the number of weights whose gradient is
-    the mean over a step's micro-batches without the loss scale, and a sentence for each other weight. The argument
-    `devices` is the number of devices of one pipeline stage.
+    """Return a summary of the factors of the weights' gradients. The key "weights" is the number of weights, and
+    "right" counts the weights whose gradient is the mean over the micro-batches of a step, without the loss scale. The
+    keys "wrong" and "unknown" hold a sentence for each weight whose factor is not right. The argument `devices` is the
+    number of devices of one pipeline stage.
     """
     seeds = [Scale(*seed) for result in results for seed in result.get("seeds", [])]
     right = 0
@@ -413,8 +417,8 @@ Stream = tuple[str, int, tuple[int, ...], str, int]  # operator, peer, shape, ty
 
 
 def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) -> list[dict[str, Any]]:
-    """Return the number and bytes of the collectives of a step, added up by operator, role (such as forward), group
-    size and link, with the most bytes first.
+    """Return the number and the bytes of a step's collectives, summed by operator, role (such as forward), group size
+    and link; the largest sum of bytes comes first.
 
     The key "bytes" holds the number of bytes that leave the device, by the textbook volume of each operator: for n
     ranks and B bytes of the larger one of the operator's input and output, AllGather, ReduceScatter and All-to-All send

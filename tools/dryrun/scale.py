@@ -42,24 +42,24 @@ class Scale(NamedTuple):
     unread: str = ""
 
     def times(self, other: Scale) -> Scale:
-        """Return the product of two factors."""
+        """Return the product of this factor and another factor of a gradient."""
         return Scale(self.by * other.by, self.senses + other.senses, self.unread or other.unread)
 
     def over(self, other: Scale) -> Scale:
-        """Return the quotient of this factor and another factor."""
+        """Return this factor of a gradient divided by another factor."""
         by = self.by / other.by if other.by else math.inf
         return Scale(by, self.senses - other.senses, self.unread or other.unread)
 
 
 def number_of(text: str) -> float | None:
-    """Return the number that a constant in the graph's text holds; None for any other argument."""
+    """Return the number that a constant in the graph's text holds; return None if the text is no such constant."""
     found = _NUMBER.fullmatch(text)
     return float(found[1] or found[2]) if found else None
 
 
 class Numbers:
     """A `Numbers` reads the factors by which gradients are multiplied from one graph. The function `bound_to` returns
-    the arguments that callers pass for a parameter of a subgraph, each with the calling subgraph.
+    the arguments that are passed for a parameter of a subgraph, each with the calling subgraph.
     """
 
     def __init__(self, graph: GraphText, bound_to: Callable[[str, str], list[tuple[str, str]]]):
@@ -106,9 +106,9 @@ class Numbers:
         return Scale(unread=_named(node))
 
     def seeds(self) -> list[Scale]:
-        """Return the values (such as the loss scale) with which backward passes start: one for each micro-batch and
-        loss if a pipeline calls a backward pass for each micro-batch, otherwise one for each loss. The result is empty
-        for a stage that computes no loss.
+        """Return the values (such as the loss scale) with which the backward passes of a stage start. In a pipeline
+        there is one start value for each micro-batch and loss; without a pipeline, there is one start value for each
+        loss. For a stage that computes no loss, the result is empty.
         """
         root, nodes = self.graph.root, self.graph.graphs[self.graph.root]
         passes = {backward for _, backward in chunks_of(self.graph) if backward}
@@ -135,10 +135,10 @@ def _named(node: Node) -> str:
 
 
 def judge_scale(ways: Iterable[Scale], seeds: Iterable[Scale], micro_batches: int, devices: int) -> tuple[bool, str]:
-    """Return (True, "") if a gradient is divided exactly by the number of micro-batches and by the number of devices of
-    a stage, (False, reason) if it is not, and (True, reason) if the factor is unknown. The factors `ways` are those on
-    the gradient's paths from the backward pass to the optimizer, and `seeds` are the values with which the backward
-    passes start on the stage that computes the loss.
+    """Return whether a gradient is divided by the number of micro-batches times the number of devices of a stage:
+    (True, "") if so, (False, reason) if not, and (True, reason) if the divisor is unknown. The argument `ways` holds
+    the factors on the gradient's paths from the backward pass to the optimizer, and `seeds` holds the values with which
+    the backward passes of the loss start.
     """
     wanted = 1 / (micro_batches * devices)
     pairs = [(way, seed) for way in dict.fromkeys(ways) for seed in dict.fromkeys(seeds)]

@@ -33,12 +33,12 @@ _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a 
 
 
 class VirtualCluster(Ranks):
-    """A `VirtualCluster` describes a cluster of `devices` devices that do not exist, and in which this process compiles
-    as one rank.
+    """A `VirtualCluster` describes a cluster of `devices` devices that do not exist. This process compiles as one rank
+    of the virtual cluster.
     """
 
     def target_ascend(self) -> None:
-        """Make MindSpore compile for Ascend from now on; call this method after the model is built."""
+        """Make MindSpore compile for Ascend instead of CPU; call this method after the model is built."""
         target_ascend()
 
 
@@ -74,8 +74,8 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
 
 
 def final_graph(graphs: Path) -> Path:
-    """Return the file with the text of the graph after the front end's last pass, which a compile in a
-    `virtual_cluster` with ``graphs=`` writes.
+    """Return the path of the file to which a compile wrote the graph after the front end's last pass. The compile must
+    run in a `virtual_cluster` with the folder `graphs`.
 
     Raises:
         ClusterError: no compile has finished in the folder, or more than one has.

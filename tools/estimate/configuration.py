@@ -42,9 +42,9 @@ DEFAULT_SKEW = 1.0
 
 
 class Cut(NamedTuple):
-    """A `Cut` holds how `plugins.ep_overlap` cuts a micro-batch into chunks: `chunks` are the numbers of parts of the
-    batch and of a sequence, and `stride` determines the order in which the chunks run; None means the fastest choice,
-    as with `chunks: auto`.
+    """A `Cut` describes how `plugins.ep_overlap` cuts a micro-batch into chunks. The field `chunks` holds the numbers
+    of parts of the batch and of a sequence, and `stride` determines the order of the chunks. If `chunks` or `stride` is
+    None, the fastest choice is used.
     """
 
     chunks: tuple[int, int] | None = None
@@ -53,8 +53,8 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Recompute:
-    """A `Recompute` holds for each kind of recomputation the number of layers of each chunk and stage,
-    [chunks][stages], that are recomputed in this way; None means no layers.
+    """A `Recompute` holds the numbers of recomputed layers [chunks][stages] for each recompute option; None means that
+    no layer has this option.
     """
 
     full: Table | None = None  # as a whole
@@ -69,14 +69,18 @@ class Recompute:
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
-        """Return the number of layers of a chunk and stage with an option ("full", "select" or "communication")."""
+        """Return the number of layers of a chunk and stage that a recompute option ("full", "select" or
+        "communication") covers.
+        """
         table = getattr(self, option)
         return table[chunk][stage] if table else 0
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A `Configuration` is one training run; RecipeError is raised if its degrees or layers do not fit together."""
+    """A `Configuration` describes one training run: its model, layout, batch and settings. The constructor raises
+    RecipeError if parallel degrees or layers do not fit together.
+    """
 
     model: Model
     dp: int = 1
@@ -182,8 +186,8 @@ class Configuration:
 
     @property
     def head_parts(self) -> int:
-        """Return the number of parts into which context parallelism cuts the attention heads; 1 if the heads are not
-        cut.
+        """Return the number of parts into which context parallelism cuts the attention heads; return 1 if the heads are
+        not cut.
         """
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
@@ -234,12 +238,12 @@ class Configuration:
 
     @property
     def rank_sequence(self) -> int:
-        """Return the number of tokens of each sequence that one device routes."""
+        """Return the number of tokens of one sequence that one device routes to experts."""
         return self.sequence // (self.tp * self.cp)
 
     @property
     def rank_tokens(self) -> int:
-        """Return the number of tokens of a micro-batch that a tensor-parallel group computes."""
+        """Return the number of tokens of a micro-batch that a tensor-parallel group processes."""
         return self.batch * self.sequence // self.cp
 
 
@@ -310,8 +314,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """Return the numbers of layers [chunks][stages] that the value of a recompute key selects; the value is a flag, a
-    list of numbers by stage, or a list of such lists by chunk.
+    """Return the numbers of layers [chunks][stages] that the value of a recompute key selects. The value is a flag, a
+    list with a number for each stage, or one list for each chunk.
 
     A single number for a stage is distributed over its chunks in turns, beginning with chunk 0, as in MindFormers
     (LayerSetting). A list of operators selects all layers, and a mapping from operators to numbers selects the largest
@@ -390,14 +394,16 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Return the recompute options of a layer joined to one name, such as "select+attention"; "none" if there are no
+    """Join the recompute options of a layer to one name, such as "select+attention"; return "none" if there are no
     options.
     """
     return "+".join(names) or "none"
 
 
 def parts_of(option: str) -> tuple[str, ...]:
-    """Return the names of the options that a joined recompute option consists of; () for "none"."""
+    """Return the parts of a combined recompute option, such as ("select", "attention") for "select+attention"; return
+    () for "none".
+    """
     return () if option == "none" else tuple(option.split("+"))
 
 
@@ -420,8 +426,8 @@ _UNSHARDED = ("q", "q_up", "q_down", "kv_up", "kv_down", "projection")
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """Return the size of the group of ranks over which the optimizer shards a weight, out of the ranks that hold the
-    same part of the weight; MindSpore shards nothing if `shard_size` does not divide the number of these ranks.
+    """Return the number of ranks over which the optimizer shards a weight. The result is 1 if `shard_size` does not
+    divide the number of ranks that hold the same part of the weight, because MindSpore shards nothing in this case.
     """
     if config.muon and weight.name in _UNSHARDED:
         return 1
@@ -430,8 +436,8 @@ def shard_group(weight: Weight, config: Configuration) -> int:
 
 
 def weight_shards(weight: Weight, config: Configuration) -> int:
-    """Return the number of ranks over which the optimizer shards a weight; 1 if the weight is too small, or if its rows
-    are not divisible by `shard_group`.
+    """Return the number of ranks over which the optimizer shards a weight; return 1 if the weight is too small, or if
+    the number of its rows is not divisible by `shard_group`.
     """
     sharing = shard_group(weight, config)
     rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))

@@ -1,5 +1,5 @@
-"""This module holds the efficiencies of each device type (the shares of its nominal FLOP/s and bandwidths that it
-reaches), and computes from them the seconds of single operators and collectives.
+"""This module holds the efficiencies of each device type: the shares of nominal FLOP/s and bandwidths that the device
+reaches. The module computes the seconds of single operators and collectives from the efficiencies of a device.
 
 efficiencies.yaml has one set of parameters for each device type. With these parameters, a roofline model gives the
 seconds of an operator or collective:
@@ -65,9 +65,9 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """A `KnownError` holds the errors of predicted step times on published runs: the mean and the worst |predicted /
-    measured - 1|. Each group of runs (one model on one cluster) was predicted with efficiencies that were fitted to all
-    other groups.
+    """A `KnownError` holds the mean and the largest error |predicted / measured - 1| of predicted step times on
+    published runs. Each group of runs (one model on one cluster) was predicted with efficiencies that were fitted to
+    all other groups.
     """
 
     rows: int
@@ -90,8 +90,8 @@ class KnownError:
 
 @dataclass(frozen=True)
 class Newer:
-    """A `Newer` holds the mean and the worst |predicted / measured - 1| of step times, over all device types, on runs
-    whose software is newer than that of the fitted runs.
+    """A `Newer` holds the mean and the largest error |predicted / measured - 1| of step times, over all device types,
+    on runs whose software is newer than the software of the fitted runs.
     """
 
     rows: int
@@ -148,8 +148,8 @@ def cluster_file(name: str) -> Path:
 
 
 def cluster(name: str) -> Hardware:
-    """Return the hardware of a cluster, which is described in `tools.hardware`, in a file of the user, or, for clusters
-    that only published measurements used, beside those measurements.
+    """Return the hardware of a cluster, read from a file in `tools.hardware`, from a file of the user, or from a file
+    beside the published measurements that used the cluster.
     """
     file = cluster_file(name)
     known = file.stat() if file.is_file() else None
@@ -188,7 +188,7 @@ def _own(hardware: Hardware) -> Efficiency:
 
 def known_error(hardware: Hardware) -> KnownError | None:
     """Return the known error of predicted step times on a cluster's device type. The error is None if the cluster's
-    file states its own efficiencies, or if fewer than two groups of published runs used this device type.
+    file states its own efficiencies, or if the fit has fewer than two groups of published runs on this device type.
     """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
@@ -211,8 +211,9 @@ def _say_other_version(file: str, version: str) -> None:
 
 
 def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
-    """Return the efficiencies that a cluster's file states, or else those of its device type. With `any_version`, no
-    warning is printed if the efficiencies were fitted to another version of the time model.
+    """Return the efficiencies that a cluster's file states. If the cluster's file states no efficiencies, return the
+    efficiencies of the device type. If the efficiencies were fitted to another version of the time model, a warning is
+    printed unless `any_version` is True.
 
     Raises:
         RecipeError: they are not known, or the cluster's file states only some of them.
@@ -280,7 +281,7 @@ class DeviceTimes:
         return "fp16" if config.training_graph and config.flash and config.model.latent is None else "fp32"
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Return the seconds of the matrix products `matmul` in the run's precision."""
+        """Return the seconds that a device needs for the matrix products `matmul` in the run's precision."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0
@@ -316,7 +317,7 @@ class DeviceTimes:
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
-        """Return the seconds to copy `size` bytes to the host over an idle link; None if this is unknown."""
+        """Return the seconds to copy `size` bytes to the host over an idle link; return None if this is unknown."""
         host = self.hardware.host_link
         return None if host is None else size / host.bytes_per_s
 

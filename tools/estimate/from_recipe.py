@@ -1,5 +1,5 @@
-"""This module turns a MindFormers recipe into the `Configuration` of its training run, and reads and writes the
-recipe's recompute keys.
+"""This module converts a MindFormers recipe to a `Configuration`, which describes the training run for the estimator.
+The module also reads and writes the recipe's recompute keys.
 
 `recompute_config` holds flags or counts of layers, for whole layers or for patterns of operators. A count in a table
 [chunks][stages] selects that many layers from the first layer of the chunk on. If activations are swapped
@@ -37,8 +37,8 @@ from tools.schema.stages import check_recompute, stage_layers_of, swaps
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """Return the numbers of the layers that a table [chunks][stages] of counts selects: the first layers of each chunk
-    and stage.
+    """Return the numbers of the layers that a table of counts [chunks][stages] selects; a count selects the first
+    layers of the chunk and stage.
     """
     if table is None:
         return []
@@ -47,8 +47,7 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """Return a table [chunks][stages] that states how many of the layers with the given `numbers` each chunk and stage
-    holds.
+    """Count the layers with the given `numbers` in each chunk and stage, and return the counts [chunks][stages].
 
     Raises:
         ValueError: one of `numbers` is not the number of a layer of the model.
@@ -64,8 +63,8 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
 
 
 def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
-    """Return a recompute key's value, which names layers by their numbers, as a table of counts [chunks][stages]; for a
-    mapping of operator patterns, return the table of the pattern with most layers.
+    """Convert the value of a recompute key, which lists layer numbers, to the number of layers in each [chunk][stage].
+    If the value maps operator patterns to layer numbers, use the pattern with the most layers.
 
     Raises:
         ValueError, TypeError: the value is neither a flag, nor a list of layer numbers, nor a mapping from operator
@@ -171,7 +170,7 @@ def _configuration(
 
 
 def adapters_of(view: View, fields: Mapping[str, Any]) -> Adapters | None:
-    """Return the adapters that `plugins.lora` trains; None if all weights are trained.
+    """Return the adapters that `plugins.lora` trains; return None if all weights are trained.
 
     Raises:
         RecipeError: the settings of the plugin are not allowed.
@@ -229,7 +228,8 @@ def shards_gradients(view: View) -> bool:
 
 
 def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
-    """Return whether MindSpore 2.9.0 is known to finish compiling a layout with sharded gradients (docs/memory.md).
+    """Return whether MindSpore 2.9.0 is known to compile a layout with sharded gradients to the end (see
+    docs/memory.md).
 
     In a pipeline MindSpore searches along every path of a subgraph for the number of the micro-batch, if the subgraph
     does not state this number. The number of paths grows exponentially with the layers, and with three layers the
@@ -252,8 +252,8 @@ def _shard_threshold(view: View) -> int:
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
-    """Return for each kind of recomputation how many layers of each chunk and stage a recipe recomputes; a list of
-    zeros means the same as False.
+    """Return how many layers of each chunk and stage a recipe recomputes, for each recompute option. In a recompute
+    key, a list of zeros means the same as False.
     """
     section, read = ("recompute_config",), reader_of(view)
     return Recompute(
@@ -266,8 +266,8 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """Return the function that reads a recipe's recompute keys: the keys hold counts of layers, or, if the recipe swaps
-    activations, the numbers of single layers.
+    """Return the function that reads a recipe's recompute keys: the values of these keys are counts of layers or, in
+    recipes that swap activations, lists of layer numbers.
     """
     if not swaps(view):
         return spread
@@ -275,10 +275,10 @@ def reader_of(view: View) -> Reader:
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers [chunks][stages] in which a value of `select_recompute` saves memory; these are the
-    layers whose norms are recomputed. A flag or a number of layers selects MindFormers' default operators: the
-    multiplication and the activation function of an MLP. With a fused SwiGLU these default operators do not exist, and
-    `tc3 dryrun` finds that recomputing them saves no memory.
+    """Return the number of layers in each [chunk][stage] in which a value of `select_recompute` saves memory. Selective
+    recomputation saves memory only if it recomputes norms. A flag or a number of layers selects MindFormers' default
+    operators: the multiplication and the activation function of an MLP. According to `tc3 dryrun`, recomputing
+    MindFormers' default operators saves no memory; with a fused SwiGLU these operators do not exist.
     """
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
@@ -286,10 +286,10 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
 
 
 def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
-    """Return the groups of operators (such as attention) whose operator patterns a value of `select_recompute` names
-    completely, each with the numbers of layers [chunks][stages] to which the value applies the group. A group counts
-    only if all of its patterns are present in the same spelling, because recomputing only a part of the group may free
-    no memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
+    """Return the groups of operators (such as attention) that a value of `select_recompute` recomputes completely. For
+    each group, the result holds the numbers of layers [chunks][stages] in which the group is recomputed. A group counts
+    only if all operator patterns of the group are present in the same spelling, because recomputing a part of the group
+    may free no memory. If `select_recompute` holds a list of patterns, the patterns apply to all layers.
     """
     each = value if isinstance(value, dict) else dict.fromkeys(patterns_of(value), True)
     found = []
@@ -302,16 +302,16 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """Return the operator patterns in the value of a recompute key; [] if the value names none, so that MindFormers
-    chooses the operators.
+    """Return the operator patterns in the value of a recompute key; return [] if there are none, in which case
+    MindFormers chooses the operators.
     """
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Return whether an operator pattern matches the norms of a layer; MindFormers compares each part of the pattern
-    with one part of the operator's path of cells.
+    """Return whether an operator pattern matches the norms of a layer. MindFormers compares each part of the pattern
+    with one part of the operator's module path.
     """
     parts = pattern.split(r"\.")
     return any(
@@ -327,8 +327,8 @@ SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shar
 
 
 def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
-    """Return the number of layers, [chunks][stages], that the value of a recompute key names. Return None if the value
-    names no layers, and () if its operator patterns apply to different layers.
+    """Return the number of layers [chunks][stages] to which the value of a recompute key applies. Return None if the
+    value applies to no layers, and () if the operator patterns in the value apply to different layers.
     """
     if key == _SELECT and select_of(value, layers, read) is None:
         return None
@@ -339,9 +339,9 @@ def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Tabl
 
 
 def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
-    """Return the value to write to a recompute key of a recipe that swaps activations: the numbers of the layers, for
-    each operator pattern in the key's present value `now`. The patterns are written as a mapping, because MindFormers
-    refuses a list of patterns, and the value False for a pattern, in a recipe that swaps activations.
+    """Return the new value of a recompute key in a recipe that swaps activations: the layer numbers for each operator
+    pattern in the key's present value `now`. The patterns are written as a mapping, because MindFormers refuses a list
+    of patterns in a recipe that swaps activations.
     """
     layers = config.layers
     value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
@@ -352,20 +352,22 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """Return the numbers of the layers that the value of a recompute key names, if the recipe swaps activations."""
+    """Return the numbers of the layers that the value of a recompute key lists; recipes that swap activations list
+    layer numbers.
+    """
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """Return a table of counts of layers unchanged, or None if all of its counts are 0."""
+    """Return a table of layer counts [chunks][stages] unchanged, or None if all counts are 0."""
     return table if table and any(map(any, table)) else None
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether the value of a recompute key holds lists of numbers, which fit only one number of pipeline stages
-    and chunks.
+    """Return whether the value of a recompute key holds lists with a number for each stage, which are valid only for
+    one number of pipeline stages and chunks.
     """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
@@ -373,7 +375,7 @@ def has_counts(value: Any) -> bool:
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """Return a table [chunks][stages] in the form in which a recompute key states it: a flag, or a list of counts in
+    """Convert a table of layer counts [chunks][stages] to the value of a recompute key: a flag, or a list of counts in
     the shape of the key `offset`.
     """
     if table == layers:
@@ -382,7 +384,7 @@ def plain_value(table: Table | None, layers: Table) -> Any:
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """Return what to write to a recompute key so that `value` applies to each operator pattern in the key's present
+    """Return the new value of a recompute key with which `value` applies to each operator pattern in the key's present
     value `now`.
 
     If the patterns of `select_recompute`, or MindFormers' default patterns, would save no memory, patterns that save
@@ -405,8 +407,8 @@ def with_groups(
     write: Callable[[Table | None, Table], Any] = plain_value,
     off: Any = False,
 ) -> dict[str, Any] | None:
-    """Return the new value of `select_recompute` if its present value or its new value names groups of operators (such
-    as attention); None if the value does not change.
+    """Return the new value of `select_recompute` if the present or the new value names groups of operators (such as
+    attention); return None if the value does not change.
 
     The new value switches off every other pattern except the patterns of the norms, because MindFormers cannot build an
     operator that two patterns name. It is not enough to leave the other patterns out, because the mapping of a child
@@ -433,9 +435,9 @@ def with_groups(
 
 
 def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> Any:
-    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`; the
-    present value `now` is returned if it already does so. Unless `kept` is True, the layers in `now` are ignored,
-    because they belong to another pipeline layout.
+    """Return a value of `select_recompute` with which a recipe recomputes the same groups of operators as `config`. If
+    the present value `now` already has this effect, it is returned unchanged. Unless `kept` is True, the layers in
+    `now` are ignored, because they belong to another pipeline layout.
     """
 
     def read(value: Any, layers: Table) -> Table | None:
@@ -452,7 +454,9 @@ def grouped_value(view: View, config: Configuration, now: Any, kept: bool) -> An
 
 
 def names_groups(value: Any) -> bool:
-    """Return whether the value of a recompute key holds at least one pattern of a group of operators."""
+    """Return whether the value of a recompute key holds at least one operator pattern of a known group (such as
+    attention).
+    """
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 
@@ -461,7 +465,7 @@ DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 
 def not_compiled(model: Model) -> tuple[str, str] | None:
     """Return the reason why a `ulysses_degree_in_cp` above 1 does not compile for a model, and the name of the rule of
-    `tc3 check`; None if it compiles.
+    `tc3 check`; return None if it compiles.
     """
     if not model.latent:
         return (

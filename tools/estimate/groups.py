@@ -1,5 +1,5 @@
-"""This module lists the collectives of a run that the estimator predicts: for each group of the mesh (tp, cp, ep, dp,
-pp) the operator, the bytes of its largest call, the ranks, and the predicted seconds.
+"""This module lists the collectives of a run with their predicted times. For each parallel group (tp, cp, ep, dp, pp),
+the module finds the operator, the ranks, and the bytes and the predicted seconds of the largest call.
 
 This module contains no formulas. A `Noted` is the estimator's `TimeModel`, and also records each call of the functions
 that predict communication (`DeviceTimes._collective`, `DeviceTimes.sending`, `ExpertTimes._step`).
@@ -23,9 +23,7 @@ GATHER, EXCHANGE, SEND = "AllGather", "AlltoAll", "Send"
 
 @dataclass(frozen=True)
 class Collective:
-    """A `Collective` is the largest communication call (the one with the most bytes) in one kind of group: tp, cp, ep,
-    dp or pp.
-    """
+    """A `Collective` is the communication call with the most bytes in one kind of group: tp, cp, ep, dp or pp."""
 
     group: str  # tp, cp, ep, dp or pp
     operator: str  # AllGather (a ReduceScatter takes as long), AlltoAll, or Send
@@ -80,16 +78,15 @@ class Noted(TimeModel):
             return super()._context(config, done)
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return the seconds of `TimeModel.once_and_each` (gradients and weights), and add its calls to the list as
-        calls of the data-parallel group.
+        """Return the seconds of communicating gradients and weights (as `TimeModel.once_and_each` does), and list the
+        communication calls under the data-parallel group.
         """
         with self._of("dp"):
             return super().once_and_each(config, stage)
 
     def exchange(self, config: Configuration) -> None:
-        """Add the exchange of the experts' tokens to the list of calls: the slowest All-to-All of the whole group, or
-        for a dispatch in two steps (`plugins.hierarchical_ep`) the slowest call between nodes and the slowest one
-        inside a node.
+        """Add the slowest call that exchanges the experts' tokens to the list of calls. A dispatch in two steps
+        (`plugins.hierarchical_ep`) adds two calls: the slowest call between nodes and the slowest call inside a node.
         """
         if config.ep == 1 or not config.model.experts:
             return
@@ -112,15 +109,15 @@ class Noted(TimeModel):
                     self._note(EXCHANGE, size, nodes, ranks // nodes, seconds)
 
     def sending(self, size: float, span: int) -> float:
-        """Return the seconds of `TimeModel.sending` (one message between two ranks), and add the call to the list of
-        calls.
+        """Return the seconds to send one message between two ranks (as `TimeModel.sending` does), and list this
+        communication call.
         """
         stride = span // self.stages if self.group == "pp" else 1
         return self._note(SEND, size, 2, stride, super().sending(size, span))
 
     def transfer(self, config: Configuration) -> float:
-        """Return the seconds of `TimeModel.transfer` (between two pipeline stages), and add the call to the list as a
-        call of the pipeline group.
+        """Return the seconds to send activations between two pipeline stages (as `TimeModel.transfer` does), and list
+        this communication call under the pipeline group.
         """
         self.stages = config.pp
         with self._of("pp"):
@@ -128,9 +125,9 @@ class Noted(TimeModel):
 
 
 def collectives_of(config: Configuration, hardware: Hardware) -> list[Collective]:
-    """Return the largest call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of the same name
-    (such as dp) with different numbers of ranks count as different kinds, because gradients of experts have fewer
-    copies than other gradients.
+    """Return the largest communication call of each kind of group of a run, in the order tp, cp, ep, dp, pp. Groups of
+    the same name (such as dp) with different numbers of ranks count as different kinds, because gradients of experts
+    have fewer copies than other gradients.
     """
     model = Noted(hardware)
     for kind in sorted({kind for chunk in config.stage_kinds(0) for kind in chunk}):

@@ -46,8 +46,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Part:
-    """A `Part` is the work of a part of a layer in the forward pass: its matmuls, the bytes that its other operators
-    move, the bytes among these that sorting moves (`sorting`), and the number of token copies that it sends to experts.
+    """A `Part` is the work of a part of a layer in the forward pass: the matmuls, the bytes that other operators move,
+    and the number of token copies sent to experts. The field `sorting` holds the bytes that sorting moves.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -165,8 +165,9 @@ def turned_bytes(config: Configuration) -> float:
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
-    """Return the bytes that casts of activations move in the forward pass; the backward pass casts the gradients of
-    results and moves twice as many. Casts of weights are not included, because the optimizer casts them once a step.
+    """Return the bytes of HBM traffic for casts of activations in the forward pass. The casts of the backward pass have
+    twice as many bytes as the casts of the forward pass. Casts of weights are not included, because the optimizer casts
+    the weights once in a step.
     """
     each = _CAST_BYTES.get(config.dtype, 0)
     # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
@@ -174,9 +175,10 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 
 
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
-    """Return the bytes that are moved when one micro-batch's gradient of a matmul's weights is added to the accumulated
-    sum, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed, and for
-    MindFormers, because the fitted efficiencies of other operators include the time of this addition.
+    """Return the bytes of HBM traffic for adding one micro-batch's gradient of a matmul's weights to the accumulated
+    gradient, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed. The
+    result is also 0 for MindFormers, because the fitted efficiencies of other operators include the time of this
+    addition.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
@@ -184,7 +186,7 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Return the bytes that attention without a fused kernel moves for its scores in the forward pass; 0 with a fused
+    """Return the bytes of HBM traffic for attention scores in the forward pass; return 0 for attention with a fused
     kernel.
     """
     if config.flash:
@@ -194,17 +196,17 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """Return the ratio of the bytes that attention without a fused kernel moves for its scores in the backward pass to
-    the bytes that it moves in the forward pass. The backward passes of dropout and softmax also read the tensors that
-    their forward passes kept.
+    """Return the HBM traffic for attention scores in the backward pass, divided by the traffic in the forward pass, for
+    attention without a fused kernel. The backward passes of dropout and softmax also read the tensors that their
+    forward passes kept.
     """
     return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Return the number of query-key pairs of a device's micro-batch for one head, averaged over layers if every second
-    layer has an attention window. Pairs of tokens in different documents are masked, and a causal kernel spends no time
-    on them (`attended`).
+    """Return the number of query-key pairs that one attention head computes for a device's micro-batch. If every second
+    layer has an attention window, the result is the average over all layers. Pairs of tokens in different documents are
+    masked, and a causal kernel spends no time on them (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence
@@ -242,7 +244,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
     """Return the work of the routed experts on the busiest device, including sorting the token copies by expert and
-    back, for a `share` of a micro-batch's tokens, such as one chunk.
+    back. The argument `share` is the fraction of a micro-batch's tokens that is processed, such as one chunk.
     """
     model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not

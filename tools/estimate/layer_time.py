@@ -60,9 +60,8 @@ _BACKWARD = 2  # gradients of inputs and of weights
 
 @dataclass(frozen=True)
 class Exposed:
-    """An `Exposed` holds the seconds that expert-parallel communication costs in one MoE layer for one micro-batch: the
-    seconds for which the device waits for it (`waited`), and the seconds by which computing in chunks takes longer
-    (`cutting`).
+    """An `Exposed` holds the seconds that expert-parallel communication adds to one MoE layer and micro-batch. The
+    field `waited` holds the time in which the device waits, and `cutting` holds the extra time for computing in chunks.
     """
 
     waited: Passes[float]
@@ -76,8 +75,8 @@ class ExpertTimes(DeviceTimes):
     """An `ExpertTimes` predicts the time of dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """Return the run's configuration with the dispatch mode that the run uses on this cluster: the global
-        All-to-All if an EP group lies inside one node, where all modes are the same.
+        """Return the run's configuration with the dispatch mode that applies on this cluster. If an EP group lies
+        inside one node, the mode is the global All-to-All, because all dispatch modes are the same inside a node.
         """
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
@@ -99,11 +98,11 @@ class ExpertTimes(DeviceTimes):
         return _steps(mode if nodes > 1 else "global", nodes, config.ep // nodes, *sizes, outside, inside)
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the expert-parallel communication steps that a layer runs again if it is recomputed."""
+        """Return the expert-parallel communication steps that a recomputed layer runs again."""
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
-        """Return the cost of expert-parallel communication in an MoE layer."""
+        """Return the seconds of an MoE layer's expert-parallel communication that computation does not hide."""
         if config.ep == 1 or not config.model.experts:
             return NOTHING
         if config.ep_cut or config.shared_beside:
@@ -128,7 +127,9 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """Return an MoE layer as the steps of each chunk of its tokens, with the seconds of each step."""
+        """Return the steps (such as dispatch or experts) that an MoE layer runs for each chunk of tokens, with the
+        seconds of each step.
+        """
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -224,8 +225,8 @@ def _steps(
 
 @dataclass(frozen=True)
 class Parts:
-    """A `Parts` holds the seconds that one layer takes for one micro-batch on a device; communication counts only while
-    the device waits for it.
+    """A `Parts` holds the seconds that a device spends on one layer for one micro-batch, by part (such as matmul or
+    attention). Time for communication counts only while the device waits for the communication.
 
     The field `cut` holds the seconds that the chunks of `plugins.ep_overlap` add to the time of the experts.
     """
@@ -241,12 +242,12 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the whole layer, which are the sum of the seconds of its parts."""
+        """Return the seconds of the whole layer, as the sum over all parts."""
         return sum(getattr(self, name) for name in Parts.__dataclass_fields__)
 
     def less(self, other: Parts) -> Parts:
-        """Return the difference of the seconds of this layer and of another layer for each part (such as matmul or
-        attention).
+        """Return, for each part (such as matmul or attention), the seconds of this layer minus the seconds of another
+        layer.
         """
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 

@@ -1,4 +1,5 @@
-"""This module describes how unevenly a router loads the devices of an expert-parallel group, for time and for memory.
+"""This module describes how unevenly a router loads the devices of an expert-parallel group, for predictions of time
+and memory.
 
 A `Loads` holds the load of each device divided by the mean, by step, micro-batch and MoE layer. There are four kinds:
 
@@ -45,18 +46,18 @@ TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
 FORMS = "even, published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, or a file"
 HELP = (
-    "Assume these loads of the devices of an expert-parallel group: even, published, trained, spread:NUMBER, a ratio "
-    "of the largest load to the mean such as 1.3, a run with plugins.expert_balance, or a routing log (.jsonl or "
-    ".csv). docs/estimator.md explains each form.  [default: even]"
+    "Assume that the experts' tokens are distributed in this way over the devices of an expert-parallel group: even, "
+    "published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, as in a run with "
+    "plugins.expert_balance, or as in a routing log (.jsonl or .csv). docs/estimator.md explains each of these "
+    "values of --loads.  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each
 
 
 class Counted(NamedTuple):
-    """A `Counted` holds what a log of expert loads states for each step, layer and expert, [steps, layers, experts]:
-    the tokens of each logical expert, summed over the micro-batches, and the slot in which `plugins.expert_balance` had
-    placed the expert.
+    """A `Counted` holds the content of a log of expert loads as arrays [steps, layers, experts]: the number of tokens
+    of each expert, and the slot in which `plugins.expert_balance` had placed the expert.
     """
 
     tokens: np.ndarray
@@ -65,10 +66,10 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class Loads:
-    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by their mean. The loads of the
-    decoder's MoE layers come first, in order, and then those of the MTP layers; missing loads of MTP layers are assumed
-    to be those of the last layer. An axis of length 1 stands for all micro-batches of a step, for all layers, or, if
-    only the load of the fullest device is known, for this device.
+    """A `Loads` holds the loads of the devices of an expert-parallel group, divided by the mean load. The loads of the
+    decoder's MoE layers come first, followed by the loads of the MTP layers. For MTP layers without known loads, the
+    loads of the last layer are assumed. If the axis of micro-batches or layers has length 1, its value holds for all
+    micro-batches or layers. If the axis of devices has length 1, it holds only the load of the fullest device.
     """
 
     shares: np.ndarray  # [steps, micro-batches, layers, devices]
@@ -78,7 +79,7 @@ class Loads:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Return the load of the fullest device divided by the mean load of its group, at least 1, [steps,
+        """Return the load of the fullest device divided by the mean load, which is at least 1, as an array [steps,
         micro-batches, layers].
         """
         return np.maximum(self.shares.max(axis=-1), 1.0)
@@ -115,7 +116,7 @@ class Loads:
 
 
 def uniform(ratio: float) -> Loads:
-    """Return loads of which the fullest device has `ratio` times the mean load, in every layer and micro-batch.
+    """Return loads in which the fullest device has `ratio` times the mean load, in every layer and micro-batch.
 
     Raises:
         RecipeError: the ratio is below 1 or not finite.
@@ -130,18 +131,18 @@ EVEN = uniform(1.0)
 
 
 def of_ratios(ratios: np.ndarray, steps: Iterable[int], source: str) -> Loads:
-    """Return `Loads` of which only max/mean is known: the argument `ratios` [steps, layers] holds the tokens of the
-    fullest device, divided by the mean over the devices.
+    """Return a `Loads` from the ratios max/mean only. The argument `ratios` [steps, layers] holds the load of the
+    fullest device divided by the mean load.
     """
     return Loads(np.asarray(ratios, float)[:, None, :, None], tuple(steps), source)
 
 
 @lru_cache(maxsize=64)
 def spread(deviation: float, layers: int, devices: int, source: str = "") -> Loads:
-    """Return loads of `DRAWN` steps that are drawn from a log-normal distribution with the given standard deviation of
-    the logarithm; each call gives the same loads, and the devices of each layer have a mean load of 1. All
-    micro-batches of a step have the same loads, because the experts that a router prefers stay the same for many steps.
-    The argument `source` is a description of the origin of the standard deviation.
+    """Return random loads for `DRAWN` steps from a log-normal distribution with a given standard deviation of the
+    logarithm. Every call gives the same loads, and the mean load of the devices is 1 in each layer. All micro-batches
+    of a step have the same loads, because the experts that a router prefers stay the same for many steps. The argument
+    `source` says where the standard deviation comes from.
     """
     drawn = np.exp(deviation * np.random.default_rng(0).standard_normal((DRAWN, 1, layers, devices)))
     shares = drawn / drawn.mean(axis=-1, keepdims=True)
@@ -158,9 +159,9 @@ def family_of(config: Configuration) -> str:
 
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
-    """Return loads as a trained router causes them, for `DRAWN` steps. The loads of experts are drawn from a log-normal
-    distribution with the Gini coefficient that was published for the model family (`family_of`); each call gives the
-    same loads, and each device holds consecutive experts.
+    """Return typical loads of a trained router for `DRAWN` steps. The expert loads are drawn from a log-normal
+    distribution with the published Gini coefficient of the model family (see `family_of`). Every call gives the same
+    loads.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1
@@ -314,9 +315,9 @@ def _json_row(place: str, content: Mapping[str, Any], at: int) -> _Row:
     refuse_unknown(f"{place}: ", content, ("step", "micro_batch", "layers", "tokens"), DataError)
     rows = content["tokens"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) and row for row in rows):
-        raise DataError(f"{place}: tokens: it must be a list of MoE layers, each a list of the counts of its experts")
+        raise DataError(f"{place}: tokens: write a list for each MoE layer, with the token count of every expert")
     if len({len(row) for row in rows}) > 1:
-        raise DataError(f"{place}: tokens: the layers have different numbers of experts; each must list all experts")
+        raise DataError(f"{place}: tokens: the layers differ in their numbers of experts; list all experts")
     for layer, row in enumerate(rows):
         for expert, count in enumerate(row):
             _check_count(count, f"{place}: tokens[{layer}][{expert}]")
@@ -390,7 +391,7 @@ def _whole(value: Any, place: str) -> int:
 
 def _check_count(value: Any, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a number of tokens: finite, and 0 or more")
+        raise DataError(f"{place}: {str(value)[:40]!r} must be a finite number of tokens, 0 or more")
     return float(value)
 
 
@@ -410,8 +411,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
         if row.tokens.shape != rows[0].tokens.shape:
             here, before = (" x ".join(map(str, one.tokens.shape)) for one in (row, rows[0]))
             raise DataError(
-                f"{row.place}: tokens: this line has {here} layers x experts, but the first line {before}; all lines "
-                "must have the same numbers"
+                f"{row.place}: tokens: this line has {here} (layers x experts), but the first line has {before}; all "
+                "lines must have the same numbers of layers and experts"
             )
         own[row.micro_batch] = row
     most = max(map(len, steps.values()))
@@ -426,8 +427,8 @@ def _in_order(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def require_of(config: Configuration, layers: int, experts: int, place: str) -> None:
-    """Raise DataError with `place` in its message if a log of expert loads has other numbers of experts or MoE layers
-    than the recipe's model.
+    """Raise DataError if a log of expert loads has another number of experts or MoE layers than the recipe's model. The
+    error message begins with the text `place`.
     """
     wanted, mtp = len(moe_layers(config)), config.model.mtp
     one_model = "give the recipe with which the log was written"

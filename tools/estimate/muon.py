@@ -26,7 +26,7 @@ ITEM = 2  # bytes of a number that is gathered
 
 @dataclass(frozen=True)
 class Matrix:
-    """A `Matrix` stands for `count` matrices of the shape [rows, columns], which Muon makes orthogonal one by one."""
+    """A `Matrix` stands for `count` matrices of the shape [rows, columns], which Muon orthogonalizes one by one."""
 
     rows: int
     columns: int
@@ -34,9 +34,8 @@ class Matrix:
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Return the matmuls of all Newton-Schulz steps: A = X X^T, its square A A, and B X, with the shorter side of X
-        first. Each Newton-Schulz step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the
-        matrix.
+        """Return the matmuls of all Newton-Schulz steps: A = X X^T, A A, and B X, where X has its shorter side first.
+        Each Newton-Schulz step takes 4 m^2 n + 2 m^3 FLOPs, where m is the shorter and n the longer side of the matrix.
         """
         short, long = sorted((self.rows, self.columns))
         times = STEPS * self.count
@@ -48,13 +47,13 @@ class Matrix:
 
 
 def orthogonal(weight: Weight, config: Configuration) -> bool:
-    """Return whether Muon, and not AdamW, updates a weight of this run."""
+    """Return whether Muon (instead of AdamW) updates a weight of this run."""
     name, axes = ENDS.get(weight.name, weight.name), 2 if weight.columns > 1 else 1
     return config.muon and not weight.frozen and router_state.orthogonal(name, axes)
 
 
 def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
-    """Return the matrices of a weight that a device makes orthogonal; the list is empty if AdamW updates the weight."""
+    """Return the matrices of a weight that a device orthogonalizes; the list is empty if AdamW updates the weight."""
     if not orthogonal(weight, config):
         return ()
     model, columns = config.model, weight.columns
@@ -76,8 +75,8 @@ def matrices(weight: Weight, config: Configuration) -> tuple[Matrix, ...]:
 
 
 def gathers(weight: Weight, config: Configuration) -> Iterator[tuple[float, int, int]]:
-    """Yield the AllGathers of a weight's momentum before Muon's update, each as (bytes of the gathered tensor, number
-    of ranks, distance between neighbouring ranks).
+    """Yield (bytes of the gathered tensor, number of ranks, distance between neighbouring ranks) for each AllGather of
+    a weight's momentum before Muon's update.
     """
     if not orthogonal(weight, config) or weight.split == "experts":
         return

@@ -1,5 +1,5 @@
-"""This module predicts the seconds of a pair: two passes through MoE layers that run together, so that the
-communication of each pass is hidden under the computation of the other pass.
+"""This module predicts the seconds of a forward and a backward pass that run as a pair. In a pair, the communication of
+each pass in the MoE layers is hidden under the computation of the other pass.
 
 A pair consists of the forward pass of one micro-batch and the backward pass of another micro-batch, which run together
 through the layers of a chunk.
@@ -53,17 +53,17 @@ class LayerSeconds:
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Return the seconds of a forward pass and a backward pass that run as a pair, each through `layers` layers. The
-    seconds of a pair are at least the largest of these times: the computation of both passes, the communication of both
-    passes, and the serial time of each pass without weight gradients. The seconds of a pair are at most the sum of the
-    serial times of both passes.
+    """Return the seconds of a forward pass and a backward pass that run as a pair (at the same time), each through
+    `layers` layers. The seconds of a pair are at least the largest of these times: the computation of both passes, the
+    communication of both passes, and the serial time of each pass without weight gradients. The seconds of a pair are
+    at most the sum of the serial times of both passes.
     """
     return pair_of([forward] * layers, [backward] * layers)
 
 
 def pair_of(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> float:
-    """Return the seconds of a forward pass and a backward pass that run as a pair, through layers with different times;
-    the layers are listed in the order in which each pass runs them.
+    """Return the seconds of a forward pass and a backward pass that run as a pair (at the same time) through layers
+    with different times. The layers of each pass are listed in the order in which the pass runs them.
     """
     chains = _chain(forward, 0), _chain(backward, 1)
     # of layers that are alike a product, which rounds once
@@ -85,9 +85,10 @@ def _chain(every: Sequence[LayerSeconds], chunk: int) -> list[Op]:
 
 
 def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
-    """Return the seconds that running passes in pairs saves, [chunks, chunks, stages], in the form of
-    `Durations.hidden`; `layers` [chunks, stages] are the numbers of MoE layers. If two chunks have different numbers of
-    layers, only as many layers run in pairs as the smaller chunk has.
+    """Return the seconds that are saved if forward and backward passes run in pairs, as an array [chunks, chunks,
+    stages] like `Durations.hidden`. The argument `layers` [chunks, stages] holds the numbers of MoE layers. If two
+    chunks have different numbers of layers, the number of layers that run in pairs is the number of layers of the
+    smaller chunk.
     """
     fewer = np.minimum(layers[:, None], layers[None])
     saved = [0.0]

@@ -1,4 +1,5 @@
-"""This module predicts the seconds of a training step: layers, the pipeline, gradients and weights, the optimizer.
+"""This module predicts the seconds of a training step, from the times of layers, the pipeline, the communication of
+gradients and weights, and the optimizer.
 
 The repository has no other model of step time: `tc3 search`, `tc3 ep-report`, `mode: auto` and `tc3 data imbalance` all
 use this model.
@@ -130,9 +131,9 @@ class GradientTimes(LayerTimes):
     """
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Return two times in which a stage communicates its weights and gradients: the seconds once in a step, and the
-        seconds for each micro-batch. With FSDP, which sends weights and gradients in each pass, the first number holds
-        the seconds of all passes of a step.
+        """Return the seconds in which a stage communicates weights and gradients: the seconds once in a step, and the
+        seconds for each micro-batch. For FSDP, which sends weights and gradients in each pass, the seconds once in a
+        step include all passes of a step.
         """
         runs = config.micro_batches if config.shard_weights else 1
         # weights are cast before they are gathered where that makes them narrower
@@ -155,10 +156,10 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Return the seconds for the communication of weights and gradients that computation does not hide. A
-        micro-batch computes for `work` seconds on the stage. If data are sent for each micro-batch, the computation of
-        all micro-batches hides the communication, otherwise that of only `rounds` micro-batches. All arguments may be
-        arrays.
+        """Return the seconds for the communication of weights and gradients that computation does not hide. The
+        argument `work` is the seconds of computation for one micro-batch on the stage. The computation of all
+        micro-batches can hide communication for each micro-batch, but only the computation of `rounds` micro-batches
+        can hide communication once in a step. All arguments may be arrays.
         """
         beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
         every = each * micro_batches
@@ -214,9 +215,10 @@ class TimeModel(GradientTimes):
     """A `TimeModel` predicts the time of a run's steps on one cluster."""
 
     def chunks(self, config: Configuration, ratios: Row = ()) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Return the forward and the backward seconds of one micro-batch, each [chunks, stages], and a dictionary that
-        divides the sum of both into the parts of a step, part -> seconds [stages]. The argument `ratios` holds for each
-        MoE layer the load of the fullest device over the mean load, by default the configuration's `skew`.
+        """Return the forward and the backward seconds of one micro-batch, each as an array [chunks, stages], and a
+        dictionary part -> seconds [stages] that divides their sum into parts (such as matmul). The argument `ratios`
+        holds for each MoE layer the load of the fullest device divided by the mean load; the default is the
+        configuration's `skew`.
         """
         names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
@@ -247,8 +249,8 @@ class TimeModel(GradientTimes):
         return self.sending(rows * width * config.item, config.devices)
 
     def step(self, config: Configuration, simulated: bool = False, ratios: np.ndarray | None = None) -> StepTime:
-        """Return the predicted seconds of a step; with `simulated`, the pipeline schedule is simulated operation by
-        operation.
+        """Return the predicted seconds of a step. If `simulated` is True, the pipeline schedule is simulated operation
+        by operation.
 
         Args:
             ratios: the max/mean of a step, [micro-batches, layers], as in `tools.estimate.loads.Loads`; an axis of
@@ -310,8 +312,8 @@ class TimeModel(GradientTimes):
         )
 
     def under(self, config: Configuration, loads: Loads, simulated: bool = False) -> StepTime:
-        """Return the predicted seconds of a step under uneven loads, as the mean over the steps that `loads` holds;
-        with `simulated`, the pipeline schedule is simulated operation by operation.
+        """Return the predicted seconds of a step under uneven loads, as the mean over the steps in `loads`. If
+        `simulated` is True, the pipeline schedule is simulated operation by operation.
 
         If there are many steps, `_SAMPLED` of them are used, at equal distances in the order of their max/mean. Each
         max/mean is rounded to a `_GRAIN`th, which is less than the error of counted tokens, so that many layers take
@@ -327,8 +329,8 @@ class TimeModel(GradientTimes):
 
     def weight_gradients(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
         """Return the seconds [chunks, stages] of the weight gradients in the backward pass of a micro-batch, which are
-        half of the seconds of its matmuls. The argument `ratios` holds for each MoE layer the load of the fullest
-        device over the mean load.
+        half of the seconds of the matmuls in this pass. The argument `ratios` holds for each MoE layer the load of the
+        fullest device over the mean load.
         """
         found = np.zeros((config.chunks, config.pp))
         for (kind, ratio), options in _census(config, ratios).items():
@@ -336,11 +338,12 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration, ratios: Row = ()) -> np.ndarray:
-        """Return the seconds that are saved when a forward pass and a backward pass run as a pair, [chunk of the
-        forward pass, chunk of the backward pass, stage]. A pair hides time only in MoE layers. Half of a layer's
-        computation is assumed to run before the dispatch of tokens, and the other half to be the computation of
-        experts; recomputation in a backward pass hides no communication. The argument `ratios` holds for each MoE layer
-        the load of the fullest device over the mean load.
+        """Return the seconds that are saved when a forward pass and a backward pass run as a pair (at the same time),
+        as an array [chunk of the forward pass, chunk of the backward pass, stage]. Running passes as a pair saves time
+        only in MoE layers. The function assumes that half of a layer's computation comes before the dispatch of tokens,
+        and that the other half is the computation of experts. The function also assumes that recomputation in a
+        backward pass hides no communication. The argument `ratios` holds for each MoE layer the load of the fullest
+        device over the mean load.
         """
         if ratios:
             return self._hidden_unevenly(config, ratios)
@@ -379,8 +382,8 @@ class TimeModel(GradientTimes):
 
     @property
     def fixed(self) -> float:
-        """Return the constant seconds of a step that the fit to measured steps found in addition to all modelled parts
-        of the step.
+        """Return the constant seconds of a step that are in no modelled part of the step, as the fit to measured steps
+        found them.
         """
         return self.reached.step_s
 
@@ -462,8 +465,8 @@ def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, s
 def pipeline_of(
     work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
 ) -> Any:
-    """Return the seconds of all micro-batches on the slowest stage plus the seconds of one micro-batch on the other
-    stages; `work` [..., stages] holds the seconds of one micro-batch.
+    """Return the seconds of a pipeline: all micro-batches on the slowest stage, plus one micro-batch on each other
+    stage. The argument `work` [..., stages] holds the seconds of one micro-batch on each stage.
 
     For equal stages this is (m + (p - 1) / v) (f + b), as in Narayanan et al. (arXiv 2104.04473). Each micro-batch and
     chunk is sent and received once in each direction. The work of the other stages is divided by `chunks`; `transfers`

@@ -14,13 +14,13 @@ from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 
 EVERY_HELP = (
-    "Let the replayed policies plan a new placement of the experts after every N steps.  [default: "
+    "Simulate that the experts' placement on devices is planned anew after every N steps.  [default: "
     "plugins.expert_balance.every, or 20]"
 )
 
 SPARE_HELP = (
-    "Assume N spare slots on each device for copies of hot experts. The report then also replays two policies of "
-    "placing experts that use spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
+    "Assume N spare slots on each device for copies of hot experts. With --spare the report also simulates two "
+    "placement policies that use spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
 )
 
 
@@ -34,8 +34,8 @@ def experts() -> None:
 
 @experts.command(
     "report",
-    short_help="Report the loads of experts and devices, the time spent waiting for the fullest device, and "
-    "what other placements of the experts would gain.",
+    short_help="Report the loads of experts and devices, the time spent waiting for the most loaded device, and the "
+    "time that other placements of the experts would save.",
 )
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
 @click.option(
@@ -53,9 +53,15 @@ def experts() -> None:
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--spare", type=Number("slots"), metavar="N", help=SPARE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Draw the loads over the recorded steps (.svg or .png)."
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write the report as an HTML page with tables and pictures to this file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw the loads of the devices over the recorded steps (.svg or .png).",
 )
 def report_command(
     run: Path,
@@ -97,7 +103,11 @@ def report_command(
         print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
 
 
-@experts.command("restore-order", short_help="Copy a checkpoint, with its moved experts put back in logical order.")
+@experts.command(
+    "restore-order",
+    short_help="Copy a checkpoint of a run that moved experts between devices, and put "
+    "the experts back in their original order.",
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--to",
@@ -108,8 +118,8 @@ def report_command(
 @click.option(
     "--salvage",
     is_flag=True,
-    help="Copy damaged values (not finite, or with a wrong checksum) unchanged instead of refusing them, and record "
-    "them in the result.",
+    help="Copy damaged tensors (with non-finite values or a wrong checksum) unchanged instead of refusing the "
+    "checkpoint, and list them in the result.",
 )
 def restore_order_command(checkpoint: Path, target: Path | None, salvage: bool) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.

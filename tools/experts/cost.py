@@ -45,7 +45,8 @@ _SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str, asked: str = "even") -> dict[str, Any]:
-    """Return the costs as values for JSON (bytes, seconds, shares), in which pairs are [without overlap, with overlap].
+    """Return the costs of expert-parallel communication (bytes, seconds, shares) as values for JSON, in which each pair
+    is [without overlap, with overlap].
 
     Args:
         asked: the text of `--loads`.
@@ -162,12 +163,12 @@ def _mode_rows(report: ModeReport) -> list[tuple[str, str]]:
 
 
 def arrow(shares: tuple[float, float]) -> str:
-    """Return a pair of shares such as (0.3, 0.05) as the text ``30 % -> 5 %``."""
+    """Return two shares such as (0.3, 0.05) as the text ``30 % -> 5 %``."""
     return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
 
 
 def assumptions(advice: Advice) -> str:
-    """Return one line that names the values in the cluster's file that are assumed, neither measured nor published."""
+    """Return one line that names the assumed values (neither measured nor published) in the cluster's file."""
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
@@ -175,7 +176,8 @@ def assumptions(advice: Advice) -> str:
 
 def draw(advice: Advice, path: Path) -> Path:
     """Draw the time line of one layer's forward and backward pass in the recommended mode, and return `path`. The upper
-    half of the picture shows the layer without chunks, and the lower half with chunks.
+    half of the picture shows the layer with all tokens in one chunk, and the lower half shows the layer with several
+    chunks.
 
     Raises:
         DataError: as in `save_figure`.
@@ -224,12 +226,14 @@ def _draw_streams(axes: Any, timelines: tuple[Timeline, Timeline], name: str) ->
 
 
 class Degrees(click.ParamType):
-    """A `Degrees` is a click type that reads ``16,32`` as a tuple of integers."""
+    """A `Degrees` is an option type of the library `click` that converts a text such as ``16,32`` to a tuple of
+    integers.
+    """
 
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the integers that the text of the option lists, each integer once, after a check of each integer."""
+        """Convert the option's text to a tuple of integers without duplicates; an invalid integer is an error."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: write EP degrees such as 16,32,64", param, ctx)
@@ -243,22 +247,22 @@ class Degrees(click.ParamType):
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Predict the costs for this cluster.",
+    help="Predict compute and communication times for this cluster.",
 )
 @click.option(
-    "--hardware", hidden=True, help="Give the cluster by the old name of --cluster, which existing scripts may use."
+    "--hardware", hidden=True, help="This option is the old name of --cluster, and is kept for existing scripts."
 )
 @click.option("--loads", metavar="LOADS", help=HELP)
 @click.option(
     "--skew",
     type=Number("skew"),
-    help="Assume that the busiest device has this many times the mean load in every layer and micro-batch, as "
-    "--loads NUMBER does.",
+    help="Assume that the busiest device has this many times the mean load in every layer and micro-batch; --loads "
+    "with a number does the same.",
 )
 @click.option(
     "--ep",
     type=Degrees(),
-    help=("Compare these EP degrees (expert_parallel); by default only the recipe's own degree is shown."),
+    help=("Compare these expert-parallel degrees; by default only the recipe's own degree (expert_parallel) is shown."),
 )
 @overrides_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

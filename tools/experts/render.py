@@ -1,5 +1,5 @@
-"""This module shows a study of expert loads as a picture, as JSON for programs, as text for people, and as an HTML
-page.
+"""This module shows the report on a run's expert loads as a picture, as JSON for programs, as text for people, and as
+an HTML page.
 
 `draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` returns the JSON object,
 `print_text` prints the tables in a terminal, and `page` returns an HTML file that needs no other files.
@@ -36,7 +36,7 @@ _POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:g
 
 
 def draw(found: Study, path: Path) -> Path:
-    """Draw a study of expert loads to an .svg or .png file; return `path`.
+    """Draw the report on a run's expert loads to the .svg or .png file `path`; return `path`.
 
     Raises:
         DataError: as in `save_figure`.
@@ -124,8 +124,8 @@ def _draw_devices(axes: Any, found: Study) -> None:
 
 
 def content(found: Study) -> dict[str, Any]:
-    """Return a study of expert loads as a dictionary for JSON; every ratio is the maximum load divided by the mean load
-    (max/mean).
+    """Return the report on a run's expert loads as a dictionary for JSON; every ratio is the maximum load divided by
+    the mean load (max/mean).
     """
     records, seconds = found.source.records, found.seconds
     known = None if isinstance(seconds, str) else seconds
@@ -236,7 +236,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """Return lines that list the data and the assumptions behind the results of a study of expert loads."""
+    """Return lines that list the data and the assumptions behind the report on a run's expert loads."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):
@@ -262,8 +262,8 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """Return the max/mean of the loads if a router has no preference: the mean over 20 multinomial draws of as many
-    tokens as a step has.
+    """Return the max/mean of the devices' loads that chance causes under a uniform router, as the mean over 20 random
+    (multinomial) draws of a step's tokens.
     """
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
@@ -272,8 +272,8 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Print the tables of a study of expert loads (loads by layer, and results by policy of moving experts), and the
-    assumptions behind these tables.
+    """Print the report on a run's expert loads: a table of loads by layer, a table of results by policy of moving
+    experts, and the assumptions.
     """
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
@@ -299,7 +299,7 @@ def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
 
 
 def page(found: Study) -> str:
-    """Return the text of the HTML file that shows a study of expert loads."""
+    """Return the text of the HTML file that shows the report on a run's expert loads."""
     body = [
         markup.text("Expert loads", "h1"),
         markup.text(f"{found.source.file}: {head(found)}"),

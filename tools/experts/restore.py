@@ -30,9 +30,9 @@ def target_of(folder: Path) -> Path:
 def restore_order(
     folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None, salvage: bool = False
 ) -> tuple[int, Sequence[str]]:
-    """Copy the checkpoint `folder` to `target`, with expert e in slot e for every e, and record the
-    checksums of the new files. Return the number of restored layers, and the damaged values that were copied
-    nevertheless.
+    """Copy the checkpoint `folder` to `target`, with the experts in their original order (expert e in slot e), and
+    record the checksums of the new files. Return the number of restored layers, and the names of damaged values that
+    were copied all the same.
 
     The function writes the file of one rank at a time, from the files that hold its experts; at most one of these files
     is in memory.

@@ -1,5 +1,5 @@
-"""This module studies the recorded expert loads of a run, and the balance that each policy would have achieved under
-these loads.
+"""This module evaluates the recorded expert loads of a run, and the balance that each policy of moving experts would
+have achieved under these loads.
 
 `open_run` reads the recorded loads of a run, and the run's recipe if there is one. `seconds_of` predicts the seconds of
 a step under these uneven loads, with the estimator (`tools.estimate`). `study` computes the loads by layer and device,
@@ -37,7 +37,7 @@ RARE = 5  # times the steps between plans, for a policy that shows what waiting 
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` is the log of expert loads on which a report is made, with the recipe and settings of its run.
+    """A `Source` is the log of a run's expert loads, with the recipe and the settings of the run.
 
     Args:
         file: the log from which `records`, one for each step, were read. recipe: the run's recipe, in which no value is
@@ -99,7 +99,8 @@ class Seconds:
     error: str
 
     def waits(self, ratios: np.ndarray) -> float:
-        """Return the seconds of a step in which layers wait for their fullest devices, averaged over the steps.
+        """Return how many seconds of a step the devices wait for the most loaded device of each layer, averaged over
+        the steps.
 
         Args:
             ratios: [steps, layers] the max/mean of the devices' loads.
@@ -134,7 +135,8 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
 
 @dataclass(frozen=True)
 class Policy:
-    """A `Policy` is one way to place experts, with the result that this way would have had over the recorded steps.
+    """A `Policy` is one way to place experts, with the balance of loads that this way would have achieved over the
+    recorded steps.
 
     Args:
         every: the number of steps between two plans; 0: there are no plans. ratios: [steps, layers] the max/mean of the
@@ -192,8 +194,8 @@ class Study:
 
 
 def study(source: Source, cluster: str, every: int | None, spare: int | None = None) -> Study:
-    """Return the report on a log of expert loads, with the balance that each policy would have achieved under these
-    loads.
+    """Return the report on a log of expert loads, with the balance that each policy of moving experts would have
+    achieved under these loads.
 
     Args:
         every: the number of steps between two plans; None: the recipe's number. spare: the number of slots of a device

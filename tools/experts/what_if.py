@@ -1,5 +1,5 @@
-"""This module predicts the effects of changes on a step under uneven loads: moving experts, a capacity, another EP
-degree, and routing that visits few nodes (`tc3 ep-report --loads`).
+"""This module predicts how some changes affect the step time under uneven expert loads (`tc3 ep-report --loads`). The
+examined changes are moving experts, an expert capacity, another EP degree, and routing each token to few nodes.
 
 Each row is the estimator's prediction for the recipe with one change. If the effect of a change on the loads is
 unknown, the seconds of its row are None, and its note says why:
@@ -55,8 +55,8 @@ class Change:
 
 
 def what_if(advice: Advice, asked: str) -> list[Change]:
-    """Return the predicted steps in this order: of the unchanged recipe under its uneven loads, of the recipe at even
-    loads, and of the recipe after each change.
+    """Return the predicted steps of the unchanged recipe under its uneven expert loads, of the recipe under even loads,
+    and of the recipe after each change, in this order.
 
     Args:
         advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, from which the loads at other
@@ -115,8 +115,8 @@ def _records(counted: Counted, devices: int) -> list[Record]:
 
 
 def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slots: np.ndarray, plans: int) -> float:
-    """Return the mean seconds for moving the experts of one plan: the time of the stage and device that send the most
-    bytes, over the slowest link of the EP group, one layer after another.
+    """Return the mean seconds in which the experts of one plan are moved, one layer after another. The device that
+    sends the most bytes over the slowest link of the EP group determines the time.
 
     Args:
         first: [layers, E] the placement before the first step. slots: [steps, layers, E] the placement after each step.
@@ -188,8 +188,8 @@ def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -
 
 
 def lines(changes: Sequence[Change]) -> list[str]:
-    """Return a table as text with a row for each change: seconds of a step, the difference from the recipe's own step,
-    max/mean of the loads, what is changed, and the note.
+    """Return a table as text with a row for each change to the recipe: the seconds of a step, the difference from the
+    unchanged recipe's step, the max/mean of the expert loads, the change, and a note.
     """
     own = changes[0].step_s
     assert own is not None

@@ -1,5 +1,5 @@
-"""This module holds functions with which all commands read and write files. A file is written completely or not at all.
-The module also computes digests, and reads the ends of logs.
+"""This module holds functions with which all commands read and write files. The functions write each file either
+completely or not at all. The module also computes digests of files, and reads the last lines of logs.
 
 Therefore a reader never finds an incomplete report, plan or picture under its final name, also after a power cut: the
 content is on the disk before the file gets this name. `what_is` says what exists at a path that a user gave; it follows
@@ -26,7 +26,9 @@ from plugins.lines import flush
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` with its symbolic links resolved as far as possible. `Path.resolve` fails if links form a cycle."""
+    """Return `path` with its symbolic links resolved as far as possible. Symbolic links that form a cycle are an error
+    for `Path.resolve`, but not for this function.
+    """
     return Path(os.path.realpath(path))
 
 
@@ -81,8 +83,8 @@ _PART = re.compile(r"\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)")  # a name of `part_of`, 
 
 
 def part_of(path: Path) -> Path:
-    """Return the path of a temporary file beside `path`, under which only the caller writes the content of the later
-    file `path`.
+    """Return the path of a temporary file in the folder of `path`, to which only the caller writes; the file is later
+    renamed to `path`.
 
     A process id in the name would not suffice: in containers, processes of several hosts have equal process ids, and so
     can a process that is started after a killed process.
@@ -91,7 +93,9 @@ def part_of(path: Path) -> Path:
 
 
 def becomes(name: str) -> str:
-    """Return the final name of the file to which a temporary file's name belongs; return any other name unchanged."""
+    """Return the final name of a file from the name of its temporary file (see `part_of`); return any other name
+    unchanged.
+    """
     found = _PART.fullmatch(name)
     return found[1] if found else name
 
@@ -165,26 +169,27 @@ def _no_file(target: Path) -> str | None:
 
 
 def flush_all(part: Path) -> None:
-    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    """Flush a file, or a folder with all that is in it, to the disk."""
     for path in [*part.rglob("*"), part]:
         if path.is_dir() or path.is_file():
             flush(path)
 
 
 def not_written(target: Path, error: OSError) -> DataError:
-    """Return the error that says why `target` was not written. If the target is a folder now, another process has
-    written this folder in the meantime, and its files stay unchanged.
+    """Return the error that says why `target` was not written. If `target` is now a folder, the error says that another
+    process has written this folder in the meantime.
     """
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
         return DataError(
-            f"{target}: another process has written this folder meanwhile; this command left its files unchanged, "
-            "and wrote nothing"
+            f"{target}: another process has written this folder meanwhile; this command wrote nothing, and left the "
+            "other process's files unchanged"
         )
     return DataError(f"{target}: this path cannot be written ({error.strerror or error})")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise an error before long work begins if the file `path` cannot be written. The check leaves no file behind.
+    """Raise an error if the file `path` cannot be written. Commands call this function before long work begins. The
+    check leaves no file behind.
 
     Raises:
         DataError: `path` is a folder, a device, a pipe or a socket, or its parent is not a folder into which files can
@@ -213,8 +218,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
-    """Raise an error before long work begins if its result would replace an existing file or folder without `force`,
-    because the user may still need this file or folder.
+    """Raise an error if a command's result would replace an existing file or folder and `force` is not given. Commands
+    call this function before long work begins.
 
     Args:
         option: the name of the option on the command line, for the message.

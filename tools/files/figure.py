@@ -1,4 +1,6 @@
-"""This module draws pictures with matplotlib, without a display. The same data always give the same picture file."""
+"""This module draws pictures with matplotlib, without a display. If a picture is drawn again from the same data, the
+new file has the same bytes as the old file.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ PAGES = (".html", ".htm")
 
 
 def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] = ENDINGS) -> None:
-    """Raise an error before long work begins if the ending of a picture's path is not that of a supported format.
+    """Raise an error if the ending of a picture's path (such as `.svg`) is not the ending of a supported format.
+    Commands call this function before long work begins.
 
     Raises:
         DataError: the path has none of the `endings`.
@@ -44,7 +47,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write `figure` to an .svg or .png file, and return `path`.
+    """Write a matplotlib figure to the .svg or .png file `path`, and return `path`.
 
     Raises:
         DataError: as for `check_ending`, or the file cannot be written.
@@ -56,7 +59,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def svg_text(figure: Any) -> str:
-    """Return the figure as an `<svg>` element for use in an HTML page."""
+    """Return a matplotlib figure as an `<svg>` element for an HTML page."""
     text = io.StringIO()
     _save(figure, text, "svg")
     written = text.getvalue()

@@ -31,8 +31,8 @@ Busy = Callable[[Path, str], TC3Error]  # (folder, who holds its lock, or "" if 
 
 @contextmanager
 def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False) -> Iterator[None]:
-    """Hold the locks of folders, which are made if they do not exist. If the `with` block raises an error, the locks
-    and the folders that were made for them are removed.
+    """Hold the locks of folders; folders that do not exist are made. If the `with` block raises an error, the locks and
+    the folders that were made for them are removed.
 
     Args:
         busy: a function that returns the error to raise if another command holds the lock of a folder.
@@ -51,8 +51,8 @@ def only_command_in(folders: Sequence[Path], busy: Busy, together: bool = False)
 
 
 def only_process_in(folder: Path, command: str, option: str) -> AbstractContextManager[None]:
-    """Hold the lock of a folder against a second start of `command`, whose training processes would disturb those of
-    the first start.
+    """Hold the lock of a folder, so that the same command cannot be started a second time in the folder while it runs;
+    the training processes of two starts would disturb each other.
 
     Args:
         option: the option by which the user chooses the folder.
@@ -105,7 +105,7 @@ def _opened(path: Path) -> TextIO:
         except OSError as error:
             if not (left and isinstance(error, FileNotFoundError)):
                 raise not_written(path.parent, error) from None
-    raise AssertionError("the last attempt to open the lock file has returned it or raised an error")
+    raise AssertionError("unreachable: the last attempt to open a lock file returns the file or raises an error")
 
 
 def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:

@@ -28,7 +28,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1em; margi
 
 
 class Cell(NamedTuple):
-    """A `Cell` is a cell of an HTML table that has a class of the page's style, or spans several columns."""
+    """A `Cell` is a cell of an HTML table that has a CSS class or spans several columns."""
 
     text: str
     kind: str = ""
@@ -36,7 +36,7 @@ class Cell(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return the text of a whole HTML file. `style` holds the CSS rules that only this page needs."""
+    """Return the text of a complete HTML file. `style` holds the CSS rules that only this page needs."""
     joined = "\n".join(body)
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
     return f'{BEGINS}\n<html lang="en"><head>{head}</head>\n<body>\n{joined}\n</body></html>\n'
@@ -88,18 +88,18 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def counted(title: str, lines: Sequence[str]) -> str:
-    """Return in HTML a heading that says how many lines follow, and then these lines in a fixed-width font."""
+    """Return an HTML heading that says how many lines of text follow, and then these lines in a fixed-width font."""
     items = "".join(f"<li>{text(line, 'code')}</li>" for line in lines)
     return f"{text(f'{title}: {len(lines)}', 'h2')}<ul>{items}</ul>"
 
 
 def legend(title: str, meanings: Mapping[str, str]) -> str:
-    """Return in HTML an explanation of marks and names, which a reader can fold away."""
+    """Return an HTML legend that explains marks and names, and that a reader can fold away."""
     return folded(
         title, f"<dl>{''.join(text(name, 'dt') + text(said, 'dd') for name, said in meanings.items())}</dl>", True
     )
 
 
 def folded(title: str, body: str, unfolded: bool = False) -> str:
-    """Return HTML with a title under which a reader can fold away the content `body`."""
+    """Return an HTML section with a title, whose content `body` a reader can fold away."""
     return f"<details{' open' if unfolded else ''}>{text(title, 'summary')}{body}</details>"

@@ -1,5 +1,6 @@
-"""This module reads YAML that people write, within limits that no recipe reaches. A file whose aliases would expand to
-far too many values is refused before they are expanded.
+"""This module reads YAML files that people write, and limits the number of values and levels in these files; recipes
+stay far below these limits. A file whose YAML aliases would expand to too many values is refused before the aliases are
+expanded.
 
 A small file with aliases of aliases can expand to more values than any memory holds, ten thousand brackets overflow the
 stack, and the parser needs minutes for a file of 100 MB. The composer counts the values that it has read, with aliases
@@ -22,14 +23,14 @@ MAX_DEPTH = 50
 
 
 class TooLarge(yaml.MarkedYAMLError):
-    """This error means that a YAML file exceeds one of the limits of this module; the part of the file that was read is
+    """This error means that a YAML file has too many values or levels of nesting; the part of the file that was read is
     well-formed.
     """
 
 
 class SmallLoader(yaml.SafeLoader):
-    """A `SmallLoader` is a SafeLoader that raises `TooLarge` for more than MAX_VALUES values, with aliases expanded, or
-    for more than MAX_DEPTH levels.
+    """A `SmallLoader` is a YAML loader that raises `TooLarge` for a file with more than MAX_VALUES values (with aliases
+    expanded) or more than MAX_DEPTH levels.
     """
 
     def __init__(self, stream: str):
@@ -38,7 +39,9 @@ class SmallLoader(yaml.SafeLoader):
         self.written_out: dict[int, tuple[int, int]] = {}  # of a composed collection: values, levels
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return a node of the YAML file as the parent class does, and count it towards the limits."""
+        """Return the next node of the YAML file as the parent class does, and count this node towards the limits of the
+        file's size.
+        """
         self.depth += 1
         self.values += 1
         self._hold(self.values, self.depth)
@@ -70,7 +73,7 @@ class SmallLoader(yaml.SafeLoader):
 
 
 def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError) -> str:
-    """Return the text of a YAML file that a person has written.
+    """Read a YAML file that a person has written, and return its text.
 
     Raises:
         error: `path` is not a valid file name, or the file is not a regular file, too large, or not in UTF-8.

@@ -56,17 +56,21 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Read this file, a graph that MindSpore compiled of RECIPE (*_backend_pass_*.ir or .ir.gz), and compile "
-    "nothing.",
+    help="Compile nothing, but read RECIPE's compiled graph from this file, which MindSpore wrote earlier "
+    "(*_backend_pass_*.ir or .ir.gz).",
 )
 @click.option("--level", type=click.Choice(LEVELS), help="Use this fusion level instead of the recipe's.")
-@click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
+@click.option(
+    "--devices",
+    type=Number("devices"),
+    help="Compile for this many devices instead of the recipe's number; data_parallel is changed to match.",
+)
 @click.option(
     "--cluster",
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="Assume the HBM bandwidth of this cluster.",
+    help="Compute times with the HBM bandwidth of this cluster's devices.",
 )
 @overrides_option
 @jobs_option
@@ -91,8 +95,8 @@ def fusion(
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    """Report which operators of RECIPE MindSpore would fuse into kernels of DVM, and the HBM traffic and time that this
-    saves.
+    """Report which operators of RECIPE MindSpore would fuse into kernels of DVM (the library that makes fused kernels),
+    and the HBM traffic and time that this saves.
 
     \b
     tc3 fusion recipes/telechat3_438b/pretrain_4k.yaml

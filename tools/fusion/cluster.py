@@ -1,6 +1,6 @@
 """This module is step 1 of operator fusion: it gathers the operators that DVM (the library that makes fused kernels)
-supports into convex clusters, in MindSpore's greedy order. In a convex cluster no path between two of its operators
-leaves the cluster.
+supports into convex clusters, in MindSpore's greedy order. A cluster is convex if no path in the graph between two of
+its operators leaves the cluster.
 
 From the last operator back to the first, each operator that is in no cluster yet gathers the connected operators before
 it that DVM supports. If a path through an operator outside the cluster also leads to a gathered operator, this operator
@@ -26,8 +26,8 @@ from tools.dryrun.graph_text import Node, TensorType
 
 @dataclass(frozen=True)
 class Rules:
-    """A `Rules` holds the limits and choices by which operators are gathered into clusters and clusters are cut into
-    kernels.
+    """A `Rules` holds the limits and choices of operator fusion: which operators are gathered into a cluster, and how a
+    cluster is cut into kernels.
 
     Args:
         convex: whether a path between two operators of a cluster must not leave the cluster.
@@ -66,7 +66,7 @@ VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples;
 
 @dataclass(frozen=True)
 class Operator:
-    """An `Operator` holds those properties of one operator of a graph that decide how it is fused.
+    """An `Operator` holds the properties of an operator of a graph that decide how the operator is fused.
 
     Args:
         name: the name of the operator's primitive; "" for an operator that is `opened`.
@@ -92,7 +92,7 @@ NOTHING = TensorType("", ())
 
 
 def operators(nodes: Sequence[Node]) -> list[Operator]:
-    """Return the operators of a subgraph, made from the nodes in the text of a graph that MindSpore wrote."""
+    """Convert the nodes of a subgraph, parsed from a graph that MindSpore wrote as text, to `Operator` objects."""
     return [of_node(node, node.op, bool(node.calls)) for node in nodes]
 
 
@@ -111,7 +111,7 @@ _PRODUCTS = frozenset(CUBE) - {"Reshape"}
 
 
 def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
-    """Return the reason why DVM cannot fuse an operator with others; return "" if DVM can.
+    """Return the reason why DVM cannot fuse an operator with others; return "" if DVM can fuse it.
 
     Args:
         listed: the names of the operators that are fused at the chosen level, without those that a recipe disables.
@@ -169,7 +169,7 @@ class Merged:
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Return the groups whose results are inputs of this group, in the reverse order of the graph."""
+        """Return the groups of operators whose results are inputs of the given group, in reverse order of the graph."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -183,8 +183,8 @@ class Merged:
             self.last[first] = max(self.last[first], self.last[group])
 
     def walk(self, start: int, follow: Callable[[int], bool]) -> None:
-        """Go depth first from a group to the groups whose results are its inputs, as long as `follow` returns True for
-        a group; each group is visited once.
+        """Visit groups of operators depth first, from a group to the groups that produce its inputs. The walk goes no
+        further from a group for which `follow` returns False, and visits no group twice.
         """
         seen: set[int] = set()
         stack = [self.find(start)]
@@ -197,8 +197,8 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """Return the indices of the operators of each cluster, in order. A single operator is a cluster only if DVM
-    supports it and if it is neither an Assign nor a composite operator that was expanded before.
+    """Return the indices of the operators of each cluster, in order. A single operator can be a cluster only if DVM
+    supports it. An Assign, or a composite operator that was expanded before, cannot be a cluster by itself.
 
     Args:
         taken: for each operator whether DVM supports it (`refusal`).

@@ -50,7 +50,7 @@ class Pieces:
     quick: bool = False
 
     def each(self, part: str, passes: Sequence[str] = PASSES) -> Tally:
-        """Return the numbers of operators, kernels and bytes of one part of the model in a micro-batch."""
+        """Return the numbers of operators, kernels and bytes of one part of the model in one micro-batch."""
         found = Tally()
         for name in passes:
             found.add(self.tallies[part].get(name, Tally()))
@@ -66,8 +66,8 @@ class Pieces:
 
 
 def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Pieces:
-    """Return the numbers of operators, kernels and bytes of every pipeline stage, from the graphs of `quick_plan`,
-    which compiles each kind of layer once.
+    """Return the numbers of operators, kernels and bytes of every pipeline stage, computed from the graphs of a quick
+    dry run, which compiles each kind of layer once.
 
     The numbers of a kind of layer are the mean over the layers of this kind that were compiled before the last stage,
     because on the last stage operators of the loss, which name no layer, would be counted to the layer.
@@ -99,8 +99,8 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """Return the numbers of operators, kernels and bytes of one pipeline stage, from its own full graph; each layer
-    gets the mean numbers of the layers of its kind.
+    """Return the numbers of operators, kernels and bytes of one pipeline stage, counted in the stage's full graph. Each
+    layer gets the mean numbers of all layers of the same kind.
     """
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)

@@ -1,5 +1,5 @@
-"""This module is step 2 of operator fusion: it cuts a cluster of operators into kernels (split_model.cc with the
-patterns of split_model_factory's models).
+"""This module is step 2 of operator fusion: it cuts a cluster of operators into kernels as MindSpore does
+(split_model.cc, split_model_factory).
 
 A kernel begins as an area, a group of operators with a shape pattern, and grows by merging neighbouring areas
 (area.cc). Merge rules are applied one after another; each rule is applied to all areas until it merges no more of them.
@@ -25,8 +25,8 @@ from tools.fusion.cluster import DVM, Operator, Rules
 
 
 class Pattern(IntEnum):
-    """A `Pattern` says how an operator changes shapes; a group of operators (an `Area`) has the highest pattern of its
-    operators.
+    """A `Pattern` is the class of an operator in operator fusion (elementwise, broadcast, reduce or opaque). A group of
+    operators has the highest class of its operators.
     """
 
     ELEMENTWISE = 1
@@ -62,7 +62,7 @@ class Area:
 
     @property
     def numbers(self) -> int:
-        """Return the number of elements in the result of the area's dominant operator."""
+        """Return the number of elements in the output of the area's dominant operator."""
         return math.prod(self.shape)
 
 
@@ -103,7 +103,7 @@ class Areas:
         return False
 
     def fuse(self, into: Area, taken: Area) -> None:
-        """Merge the area `taken` into the area `into`, which reads the result of `taken`."""
+        """Merge the group of operators (area) `taken` into the area `into`, whose input is the result of `taken`."""
         broadcasts = into.inputs.pop(taken.place)
         dominant = taken if into.pattern < taken.pattern else into
         into.operators = dominant.operators + (into if dominant is taken else taken).operators

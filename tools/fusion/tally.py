@@ -46,7 +46,7 @@ from tools.fusion.split import kernels
 @dataclass
 class Tally:
     """A `Tally` holds the numbers of operators, kernels and bytes of one part of the model in one pass (forward,
-    recomputation or gradient); the mean of several layers may have fractions.
+    recomputation or gradient). The numbers in a `Tally` may be fractions, because they may be means over layers.
 
     Args:
         operators: the number of operators that DVM supports.
@@ -95,7 +95,7 @@ class Tally:
 
     @property
     def beside(self) -> float:
-        """Return the bytes of HBM traffic of the operators that DVM does not fuse, except matrix products and
+        """Return the HBM traffic in bytes of all operators that DVM does not fuse, without matrix products and
         attention.
         """
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
@@ -111,8 +111,8 @@ Tallies = dict[tuple[str, str], Tally]  # (part, pass: "forward", "recompute", "
 
 
 def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
-    """Count all operators of a graph by part of the model and by pass. A subgraph that is called twice counts once,
-    because a micro-batch calls it once.
+    """Count all operators of a graph by part of the model and by pass. A subgraph counts once even if the graph calls
+    it several times, because a micro-batch calls it once.
 
     Args:
         rows: the number of rows that is assumed for dimensions that are unknown before routing.
@@ -124,8 +124,8 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """Return for each kernel that DVM makes of a subgraph the indices of its operators; an operator that DVM supports
-    but does not join with another operator counts as a kernel, too.
+    """Return the kernels that DVM makes of a subgraph, each as a list of operator indices. An operator that DVM
+    supports but does not fuse with another operator is a kernel with one operator.
     """
     ops = [_operator(node) for node in nodes]
     names = taken_at(fusion)
@@ -202,7 +202,7 @@ _WORDS = (
 
 def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
     """Return for each operator of a subgraph the part of the model to which it belongs: a layer number such as "0", or
-    one of this module's names for other parts.
+    "embedding", "head", "mtp" or "other".
     """
     found: list[str] = []
     segments = backward_segments(list(nodes)) if backward else []
@@ -239,8 +239,8 @@ _OTHERS = "Exp"  # only floats
 
 
 def main_part(name: str) -> str:
-    """Return the name of the basic operator that represents a composite operator; any other operator represents
-    itself.
+    """Return the name of the basic operator by which a composite operator is classified; return the name of any other
+    operator unchanged.
     """
     if name not in EXPANDED:
         return name
@@ -252,7 +252,8 @@ def main_part(name: str) -> str:
 
 
 def taken_at(fusion: Fusion) -> Collection[str]:
-    """Return the operators that are fused at a level, including composites, without those that a recipe disables.
+    """Return the names of the operators that MindSpore fuses at a fusion level, including composite operators.
+    Operators that the recipe disables are left out.
 
     `cube` counts as `vector`: how products are joined with their neighbours is not modelled.
     """
@@ -313,8 +314,8 @@ def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Return the bytes of HBM traffic of a fused kernel: each of its inputs from outside the kernel once, and each of
-    its results that is read outside the kernel.
+    """Return the HBM traffic in bytes of a fused kernel: the kernel reads each input once, and writes only the results
+    that are read outside the kernel.
 
     Args:
         kept: the positions of the operators whose results are read outside the kernel, or overwrite a parameter (see
@@ -395,7 +396,9 @@ class Found:
 
     @property
     def chain(self) -> str:
-        """Return the names of the matrix product, of the operators after it, and AssignAdd, joined by "-"."""
+        """Return the names of the operators from the matrix product to AssignAdd as one text, such as
+        "MatMul-Cast-AssignAdd".
+        """
         return "-".join((self.product, *self.between, "AssignAdd"))
 
 

@@ -1,5 +1,5 @@
-"""This package describes the speeds and sizes of devices and links. Each cluster has one YAML file, in which every
-number has its source and certainty.
+"""This package describes the speeds and sizes of devices and links. Each cluster has one YAML file, which states the
+source of every number and how certain the number is.
 """
 
 from tools.hardware.load import Hardware, Link, Origin, known_hardware, load_hardware

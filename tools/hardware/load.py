@@ -41,7 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """Return the device name of which `text` is an alias; return `text` itself if it is not an alias.
+    """Return the name of the device if `text` is an alias of a device; otherwise return `text` itself.
 
     The whole of `text` must be an alias: an alias somewhere in the path of a missing file must not count as a device.
     """
@@ -69,8 +69,8 @@ class _Loader(SmallLoader):
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a mapping as the parent class does, and refuse a key that occurs twice; a later step merges the keys
-        of `<<`, after which double keys are allowed.
+        """Read a YAML mapping as the parent class does, and raise an error for a key that occurs twice in the mapping
+        itself. It is no error if a key of the mapping also occurs in a mapping that `<<` merges.
         """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -166,14 +166,14 @@ class Link:
 
     @property
     def reached(self) -> float:
-        """Return the bytes per second that a large collective reaches over such links."""
+        """Return the bytes per second that a large collective reaches over links of this class."""
         return self.bytes_per_s * self.efficiency
 
 
 @dataclass(frozen=True)
 class HostLink:
-    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. `origin` says whether the
-    bandwidth holds while other devices send at the same time.
+    """A `HostLink` is the bandwidth from a device to its host's memory in one direction. The field `origin` says
+    whether the device has this bandwidth even while other devices send at the same time.
     """
 
     bytes_per_s: float
@@ -214,7 +214,9 @@ class Hardware:
     estimator: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """Return the cluster with the bandwidth of "intra_node" or "inter_node" multiplied by `factor`."""
+        """Return the cluster with the bandwidth of its links inside nodes ("intra_node") or between nodes
+        ("inter_node") multiplied by `factor`.
+        """
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)
@@ -258,7 +260,7 @@ class _Reader:
         self.content = read_yaml(Path(path), RecipeError, shown)
 
     def hardware(self) -> Hardware:
-        """Return the checked content of the file."""
+        """Check the content of a hardware file, and return it as a `Hardware`."""
         efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
         content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST, _VERSION))
         for word in (*_WORDS, _VERSION):

@@ -36,7 +36,7 @@ from tools.schema.schema import load_schema
 
 
 def check(recipe: Recipe, hardware: Hardware) -> None:
-    """Raise an error if a recipe has no expert-parallel communication, or has none on this cluster.
+    """Raise an error if a recipe has no expert-parallel communication, or if its layout does not fit the cluster.
 
     Raises:
         RecipeError: the recipe has no experts or no expert parallelism, its degrees do not divide each other, or its
@@ -104,17 +104,23 @@ class ModeReport:
 
     @property
     def step(self) -> tuple[float, float]:
-        """Return the seconds of a step with this dispatch mode, without and with overlap."""
+        """Return the predicted seconds of a step with this dispatch mode, once without and once with overlap of EP
+        communication.
+        """
         return self.whole.total, self.cut.total
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Return the seconds of EP communication in a step that computation does not hide, without and with overlap."""
+        """Return the seconds of EP communication in a step that computation does not hide, once without and once with
+        overlap.
+        """
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Return exposed EP communication as a share of the step, bubble included, without and with overlap."""
+        """Return exposed EP communication as a share of the step time (including the pipeline bubble), once without and
+        once with overlap.
+        """
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
@@ -125,8 +131,8 @@ class ModeReport:
 
 @dataclass(frozen=True)
 class Written:
-    """A `Written` holds the dispatch mode and the chunks that a recipe sets (the best values in place of `auto`), the
-    configuration of the run with these values, and its predicted step.
+    """A `Written` holds the dispatch mode and the chunks that a recipe sets, with the best values in place of `auto`. A
+    `Written` also holds the run's configuration and predicted step with these values.
     """
 
     config: Configuration = field(repr=False)
@@ -266,8 +272,8 @@ def advise(
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
-    """Return the dispatch modes, numbers of chunks and orders of chunks among which a recipe with `auto` lets the tools
-    choose, as arguments of `advise`. If the recipe names a dispatch mode, only this mode is returned.
+    """Return the dispatch modes, numbers of chunks and orders of chunks from which the tools may choose for a recipe
+    with `auto`, as arguments of `advise`. If the recipe names a dispatch mode, only this mode is returned.
 
     Raises:
         RecipeError: the recipe's settings are not allowed.
@@ -302,8 +308,8 @@ def _report(
 
 
 def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> StepTime:
-    """Return the predicted step under given loads, from a simulation of the recipe's pipeline schedule; a schedule that
-    cannot be simulated is replaced by 1F1B, which suffices for a comparison of dispatch modes.
+    """Return the predicted step under given expert loads, from a simulation of the recipe's pipeline schedule. If the
+    schedule cannot be simulated, 1F1B is simulated instead, which suffices to compare dispatch modes.
     """
     try:
         return times.under(config, loads, simulated=True)
@@ -339,8 +345,8 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Return the dispatch mode and the chunks that replace `auto` in a recipe, and one line about each of these values;
-    both results are empty if the recipe has no `auto`.
+    """Return the dispatch mode and the chunks that replace `auto` in a recipe, with one line of text about each value.
+    If the recipe has no `auto`, both results are empty.
 
     The values depend only on the recipe and on the hardware file that the recipe names.
 

@@ -1,5 +1,5 @@
-"""This module improves plans (placements of layers and their recomputation) by simulated annealing with the pipeline
-simulator.
+"""This module improves plans by simulated annealing; a plan places layers on stages and chooses what to recompute. The
+pipeline simulator predicts the step time of each plan.
 
 Each of many annealing chains holds a plan that obeys every rule. In each iteration every chain tries a change of one to
 three layers (another recompute option, another chunk); changes that break a rule are dropped before the simulation,
@@ -35,9 +35,10 @@ def anneal(
     step_times: Callable[[np.ndarray], np.ndarray] | None = None,
     planned: float | None = None,
 ) -> None:
-    """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and offer every better plan
-    to `incumbent`. The argument `step_times` is the function that computes the step time of plans, by default a
-    simulation. The temperature reaches zero after `planned` units of work, by default the units of the budget.
+    """Improve the plans `starts` [S, K, C] by simulated annealing until `budget` is spent, and pass every better plan
+    to `incumbent`, which keeps the best plan. The function `step_times` computes the step time of plans; the default is
+    a simulation. The temperature of the annealing reaches zero after `planned` units of work; the default is all units
+    of the budget.
     """
     instance = incumbent.instance
     step_times = step_times or instance.step_times
@@ -71,8 +72,8 @@ def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 class Changes:
-    """A `Changes` draws random changes of plans; a changed plan has the same layers of each type, but may break other
-    rules (such as the memory limit).
+    """A `Changes` makes random changes to plans. A changed plan has the same number of layers of each type, but may
+    break other rules (such as the memory limit).
     """
 
     def __init__(self, instance: Instance, rng: np.random.Generator):

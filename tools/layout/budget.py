@@ -1,5 +1,5 @@
-"""This module limits how long a search may run. The effort of a search is counted in units of work; a deadline is only
-a safety limit, and Ctrl-C makes the search stop early.
+"""This module limits how long a search may run. The effort of a search is counted in units of work. A search also stops
+early at a time limit, which is only for safety, or after Ctrl-C.
 
 A unit of effort takes about a second on one idle core, but it is counted as work: simulated operations, nodes of the
 solver's branch-and-bound tree, simplex iterations. So the same effort gives the same plan on a fast and on a slow
@@ -44,13 +44,13 @@ class Budget:
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline; return 0 once the budget was stopped."""
+        """Return the seconds until the search's deadline; return 0 if the search was stopped."""
         return 0.0 if self.stopped else max(0.0, self.seconds - self.elapsed)
 
     @property
     def left(self) -> float:
-        """Return the units of work that are left in this budget; 0 if the search was stopped or the deadline has
-        passed. A passed deadline is recorded in `cut`.
+        """Return the units of work that are left in this budget; return 0 if the search was stopped or the deadline has
+        passed. The field `cut` records whether the deadline has passed.
         """
         units = max(0.0, self.effort - self.spent)
         if units and not self.stopped and self.elapsed >= self.seconds:
@@ -60,27 +60,27 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Return whether no units of work are left."""
+        """Return whether the search has spent its budget, so that no units of work are left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:
-        """Record that the search has spent a number of units of work."""
+        """Subtract the units of work that a search has spent from the units that are left in its budget."""
         self.spent += units
 
     def part(self, share: float, seconds: float = math.inf) -> Budget:
-        """Return a new budget with a share of this budget's units of work; units that are spent from the new budget are
-        also spent from this budget.
+        """Return a new budget with a share of this budget's units of work. Work that is charged to the new budget is
+        also charged to this budget.
         """
         return _Part(self, min(self.left, share * self.effort), seconds)
 
     def units(self, units: float) -> Budget:
-        """Return a new budget with the given units of work, or with all units that are left if these are fewer; units
-        that are spent from the new budget are also spent from this budget.
+        """Return a new budget with the given number of units of work, limited to the units that are left. Work that is
+        charged to the new budget is also charged to this budget.
         """
         return _Part(self, min(self.left, units), math.inf)
 
     def stop(self) -> None:
-        """Discard all remaining units of work."""
+        """Discard all units of work that are left in this budget, so that the search ends."""
         self.stopped = True
 
     def _note_cut(self) -> None:
@@ -107,7 +107,9 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM stop `budget`; a second Ctrl-C raises KeyboardInterrupt as usual."""
+    """While the `with` block runs, Ctrl-C or SIGTERM stops the search's `budget` instead of the process; a second
+    Ctrl-C raises KeyboardInterrupt.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         if budget.stopped:

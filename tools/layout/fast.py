@@ -1,4 +1,4 @@
-"""This module places the layers of a pipeline-balance instance in a fraction of a second, without a solver.
+"""This module assigns the layers of a pipeline-balance problem to stages in a fraction of a second, without a solver.
 
 The recomputation of each stage follows from its layers (`tools.layout.stage_costs`). Therefore only the distribution of
 the layers over stages and chunks is searched for:
@@ -37,9 +37,9 @@ _FAR = 1.1  # times the time to beat: no more work is spent on what starts slowe
 
 
 def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
-    """Return several distributions of the layers over the stages, each as the number of layers of every stage,
-    [stages], in the order of their step times by the closed formula of the pipeline. Distributions with which a step
-    surely takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are
+    """Return several distributions of the layers over the stages, each as the number of layers of every stage. The
+    distributions are sorted by the step time that a closed formula for pipelines gives. Distributions whose step
+    certainly takes `beat` ms or longer are left out. With several chunks per stage, the layers of earlier stages are
     assumed to be distributed equally over the chunks.
     """
     instance, layers = costs.instance, costs.layers
@@ -87,8 +87,8 @@ def _even(costs: StageCosts, before: int, count: int) -> Stage:
 
 
 def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
-    """Return the distributions of layers with which a search begins, each as the number of layers of every chunk, [C]
-    in model order.
+    """Return the distributions of layers from which a search starts, each as the number of layers of every chunk [C] in
+    model order.
     """
     instance, stages, chunks = costs.instance, costs.instance.stages, costs.instance.chunks
     every = stage_sizes(costs, beat)
@@ -120,9 +120,9 @@ def starts(costs: StageCosts, beat: float = np.inf) -> list[tuple[int, ...]]:
 
 
 def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[tuple[int, ...]]:
-    """Yield the distributions of layers that differ from `counts` by one layer that moves to another chunk, each as the
-    number of layers of every chunk. If there are many chunks, a layer moves only to a near chunk, within its stage, or
-    away from the slowest stage.
+    """Yield every distribution of layers that results from `counts` if one layer moves to another chunk, as the number
+    of layers of every chunk. If there are many chunks, a layer moves only to a near chunk, within its stage, or away
+    from the slowest stage.
     """
     least, stage_of = least_layers(costs.instance), costs.instance.stage_of
     for a, b in itertools.permutations(range(len(counts)), 2):
@@ -132,14 +132,16 @@ def moves(costs: StageCosts, counts: tuple[int, ...], slowest: int) -> Iterator[
 
 
 def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return a distribution of layers over the chunks, close to `begin`, with which all stages stay within the memory
-    cap if every layer keeps as little memory as possible; return [] if no such distribution was found.
+    """Return a distribution of layers over the chunks, close to `begin`, that fits the memory cap with the recompute
+    options that keep the least memory. Return [] if no such distribution was found.
     """
     found, instance = [], costs.instance
     least = [instance.type_columns(t).start + int(held.argmin()) for t, held in enumerate(costs.held)]
 
     def excess(many: list[tuple[int, ...]]) -> np.ndarray:
-        """Return the memory by which each stage exceeds the cap, [N, stages]."""
+        """Return the memory by which each stage exceeds the memory cap under each distribution, as [distributions,
+        stages].
+        """
         plans = np.zeros((len(many), len(instance.columns), len(instance.stage_of)), int)
         for plan, counts in zip(plans, many, strict=True):
             first = 0
@@ -165,9 +167,9 @@ def fitting(costs: StageCosts, begin: list[tuple[int, ...]]) -> list[tuple[int, 
 
 
 def place_fast(instance: Instance, beat: float = np.inf) -> np.ndarray | None:
-    """Return a plan [K, C] that obeys every rule of the instance (such as the memory limit); None if no plan was found.
-    Plans whose steps surely take far longer than `beat` ms are not improved. The amount of work depends only on the
-    instance and `beat`, and not on time.
+    """Return a plan [K, C] that obeys every rule of a pipeline-balance problem (such as the memory limit); return None
+    if no plan was found. Plans whose step certainly takes far longer than `beat` ms are not improved. The function does
+    an amount of work that depends only on the problem and on `beat`, and not on the speed of the machine.
     """
     costs = StageCosts(instance)
     begin = starts(costs, _FAR * beat)

@@ -1,4 +1,4 @@
-"""This module computes two lower bounds for a pipeline-balance instance: on the time of a step, and on the time of the
+"""This module computes two lower bounds for a pipeline-balance problem: on the step time, and on the time of the
 slowest stage.
 
 The bounds assume whole layers, but let a layer recompute fractions of its options to stay within the memory cap of its
@@ -17,8 +17,8 @@ from tools.layout.stage_costs import StageCosts, least_layers, least_sum
 
 
 def floor_of(instance: Instance) -> tuple[float, float]:
-    """Return lower bounds in ms: on the step time of any plan, and on the time of its slowest stage; both are infinite
-    if no plan can fit.
+    """Return two lower bounds in ms that hold for every plan: on the step time, and on the time of the slowest stage.
+    The two lower bounds are infinite if no plan fits in memory.
 
     The layers of a stage are whole. The recomputation of a layer may be divided into fractions, whose cost is the
     convex hull of the recompute options. If a stage has several chunks, each chunk holds its least number of layers,

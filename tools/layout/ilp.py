@@ -1,5 +1,5 @@
-"""This module formulates a pipeline-balance instance as an exact mixed-integer program for the solver HiGHS. The module
-also proves lower bounds with this program.
+"""This module formulates a pipeline-balance problem as an exact mixed-integer program for the solver HiGHS. The module
+also proves lower bounds on the step time with this program.
 
 Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
 
@@ -60,8 +60,8 @@ class Answer:
 
 
 class PathModel:
-    """A `PathModel` is the mixed-integer program of one instance; constraints that `add_chain` adds stay for all later
-    runs of the solver.
+    """A `PathModel` is the mixed-integer program of one pipeline-balance problem. Constraints that `add_chain` adds
+    stay for all later runs of the solver.
     """
 
     def __init__(self, instance: Instance):
@@ -102,21 +102,23 @@ class PathModel:
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
-        """Solve the program under the assumption that layers may be divided between chunks, which gives a lower bound
-        on the step time.
+        """Solve the linear relaxation of the program, in which layers may be divided between chunks, to get a lower
+        bound on the step time.
         """
         return self._run(budget, self._time, whole=False)
 
     def best(
         self, budget: Budget, below: float = INFINITE, low: np.ndarray | None = None, high: np.ndarray | None = None
     ) -> Answer:
-        """Search the fastest plan of whole layers whose step time is at most `below`, and whose numbers of layers [K,
-        C] lie between `low` and `high`.
+        """Search for the fastest plan of whole layers whose step time is at most `below`. The plan's numbers of layers
+        [K, C] must lie between `low` and `high`.
         """
         return self._run(budget, self._time, below, low, high)
 
     def least_excess(self, budget: Budget) -> Answer:
-        """Find a plan of whole layers that exceeds the memory cap as little as possible (the answer's `value`)."""
+        """Find a plan of whole layers that exceeds the memory cap as little as possible. The field `value` of the
+        answer is the memory above the cap.
+        """
         self._solver.changeColBounds(self._excess, 0.0, INFINITE)
         answer = self._run(budget, self._excess)
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
@@ -256,7 +258,7 @@ class PathModel:
 
 
 class Incumbent:
-    """An `Incumbent` keeps the plan with the shortest simulated step of all legal plans that it is offered."""
+    """An `Incumbent` keeps the best plan so far: the valid plan with the shortest simulated step time."""
 
     def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
         self.instance = instance
@@ -268,7 +270,7 @@ class Incumbent:
     @property
     def gap(self) -> float:
         """Return (time - bound) / time, where time is the step time of the best plan and bound is the proven lower
-        bound; infinity if no plan was found yet.
+        bound. Return infinity if no plan has been found yet.
         """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
@@ -283,8 +285,8 @@ class Incumbent:
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:
-        """Keep `plan` as the best plan if it obeys all rules and is faster than the best plan so far; return whether it
-        was kept.
+        """Keep `plan` as the best plan if it obeys all rules and is faster than the best plan so far; return whether
+        `plan` was kept.
         """
         one = plan[None]
         if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
@@ -298,8 +300,8 @@ class Incumbent:
         return True
 
     def prove(self, bound: float) -> None:
-        """Record a proven lower bound on the step time of all plans; a bound that is not below the best plan's step
-        time proves that this plan is the fastest.
+        """Record a proven lower bound on the step time of all plans; if the bound reaches the best plan's step time,
+        this plan is proven to be the fastest.
         """
         bound = min(bound, self.time)
         if np.isfinite(bound) and bound > self.bound:
@@ -326,10 +328,10 @@ def work_bound(instance: Instance) -> float:
 
 
 def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
-    """Return a lower bound on the step time of every plan, and leave in `model` the chains of passes that prove the
-    bound. The bound is infinite if no plan fits even with layers that may be divided. The function stops early when
-    `budget` is spent, or when there are far more chains than chunks (each chain makes every later run of the solver
-    slower); the bound is then weaker but still valid.
+    """Return a lower bound on the step time of every plan, and add to `model` the chains of passes that prove the
+    bound. The bound is infinite if no plan fits in memory, even with layers that are divided between stages. The
+    function stops early, with a weaker but valid bound, when `budget` is spent or when `model` has far more chains than
+    chunks.
     """
     bound = work_bound(instance)
     while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:
@@ -350,7 +352,7 @@ _REPEATS = 4
 
 
 def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
-    """Search for faster plans close to the best plan of `incumbent`, and offer them to it, until `budget` is spent."""
+    """Search for faster plans close to the best plan so far, which `incumbent` keeps, until `budget` is spent."""
     stages = incumbent.instance.stages
     width = max(2, stages // 4)
     while not budget.over:
@@ -364,8 +366,8 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
-    """Offer `plan` to `incumbent`, and add the longest chain of operations of its step to `model`; return whether
-    `incumbent` kept the plan.
+    """Offer `plan` to `incumbent` as the best plan so far, and add the longest chain of operations of the plan's step
+    to `model`. Return whether `incumbent` kept the plan as the best plan so far.
     """
     _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)

@@ -1,5 +1,5 @@
-"""This module holds a pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and the
-cost of a solution.
+"""This module describes a pipeline-balance problem in the file format pp-balance/1. The module reads the problem's
+file, and computes the step time and the memory of a solution.
 
 The layers of a model are distributed over P stages with V chunks each. Chunk (v, s) is the v-th chunk of stage s. The
 model runs through chunk 0 of all stages, then chunk 1 of all stages, and so on; in V-shaped schedules odd chunks run
@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ CAP_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Option:
-    """An `Option` is one way to recompute a layer, with the time that it adds to the backward pass and the activation
-    memory that a micro-batch in flight keeps.
+    """An `Option` is a recompute option of a layer. An `Option` holds the time that recomputation adds to the backward
+    pass, and the activation memory that each micro-batch in flight keeps.
 
     `working` is the memory that one pass needs while it runs: a stage needs the largest of its layers and ends once.
     """
@@ -51,8 +52,8 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """A `LayerType` describes equal layers: their number, the times of a micro-batch, and the memory of their
-    parameters (with gradients and so on).
+    """A `LayerType` describes equal layers: their number, the times of one micro-batch, and the memory of parameters,
+    gradients and optimizer state.
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
     that a stage with such layers needs once; a stage with several types needs the largest.
@@ -71,7 +72,7 @@ class LayerType:
 @dataclass(frozen=True)
 class Instance:
     """An `Instance` is one pipeline-balance problem: which layers go to which pipeline stage, and what they recompute.
-    Times and memory are in the units that the file of the instance uses.
+    Times and memory are in the units of the file that describes the problem.
     """
 
     name: str
@@ -93,13 +94,13 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return the layer type and the recompute option that each of the K rows of a plan [K, C] counts."""
+        """Return for each of the K rows of a plan [K, C] the layer type and the recompute option that it counts."""
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Return for each layer type and recompute option the forward time, the backward time (with recomputation), the
-        memory of the parameters and the activation memory of a layer, [4, K].
+        """Return an array [4, K] with the costs of a layer for each layer type and recompute option: forward time,
+        backward time (with recomputation), memory of parameters, and activation memory.
         """
         pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
         rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
@@ -107,8 +108,8 @@ class Instance:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Return for each chunk the forward and backward times of work outside of layers (embedding in the first chunk,
-        head in the last), [2, C].
+        """Return for each chunk the forward and backward times of work outside of layers, as an array [2, C]. Work
+        outside of layers is the embedding in the first chunk and the head in the last chunk.
         """
         fixed = np.zeros((2, self.chunks * self.stages))
         fixed[:, 0] += self.head
@@ -122,31 +123,31 @@ class Instance:
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the time in `ends` for receiving from another stage, [stages]; here it is 0."""
+        """Return for each stage the part of `ends` that is spent on receiving from other stages, which is 0 here."""
         return np.zeros(self.stages)
 
     @cached_property
     def table(self) -> Timetable:
-        """Return the timetable of the instance's pipeline schedule."""
+        """Return the timetable of the pipeline schedule: the order of the operations on each stage."""
         return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
 
     @cached_property
     def peaks(self) -> tuple[np.ndarray, ...]:
         """Return for each stage how many micro-batches of each chunk are in flight when the schedule keeps the most
-        activations; there may be several such moments, one in each row [moments, chunks].
+        activations. If there are several such moments, the array [moments, chunks] has a row for each moment.
         """
         sizes = self.stages, self.chunks, self.micro_batches
         return tuple(stage_peaks(self.schedule, stage, *sizes) for stage in range(self.stages))
 
     @cached_property
     def least_layers(self) -> int:
-        """Return the smallest number of layers of each inner chunk: 1 if there are enough layers, otherwise 0."""
+        """Return how many layers a chunk between the first and the last must have: 1 if there are enough, else 0."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2 + self.last_layers)
 
     @cached_property
     def kept_by_ends(self) -> tuple[np.ndarray, ...]:
-        """Return for each stage the activation memory that work outside of layers (embedding, head) keeps at each of
-        the moments in `peaks`, [moments].
+        """Return for each stage the activation memory that work outside of layers (embedding, head) keeps at each
+        moment of the peak (see `peaks`).
         """
         kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
         return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
@@ -169,22 +170,22 @@ class Instance:
 
     @property
     def least_static(self) -> np.ndarray:
-        """Return for each stage the memory that every plan needs regardless of its layers: `static`, and the least
-        memory for a running pass and for buffers, [stages].
+        """Return for each stage the memory that every plan needs, whichever layers it places on the stage: `static`,
+        and the least memory for a running pass and for buffers.
         """
         return self._once[0]
 
     @property
     def more(self) -> np.ndarray:
-        """Return the memory for a running pass and for buffers that a stage needs beyond `least_static` if it holds
-        layers of a given type and recompute option, [2, stages, K].
+        """Return how much more memory than `least_static` a stage needs for a running pass and for buffers if it holds
+        layers of a given type and recompute option, as an array [2, stages, K].
         """
         return self._once[1]
 
     @cached_property
     def kept_out(self) -> np.ndarray:
-        """Return for each layer type and recompute option whether the last chunk may not use it (`last_option`), bool
-        [K].
+        """Return for each layer type and recompute option whether the key `last_option` forbids the option in the last
+        chunk, as bool [K].
         """
         has = [any(option.name == self.last_option for option in kind.options) for kind in self.types]
         names = [(t, self.types[t].options[o].name) for t, o in self.columns]
@@ -192,16 +193,16 @@ class Instance:
 
     @cached_property
     def strengths(self) -> np.ndarray:
-        """Return for each layer type and recompute option the option's position in `order`, [K]; 0 if any order is
-        allowed.
+        """Return for each layer type and recompute option the position of the option in the list `order`; the position
+        is 0 if any order is allowed.
         """
         names = [self.types[t].options[o].name for t, o in self.columns]
         return np.array([self.order.index(name) if self.order else 0 for name in names])
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Return the numbers v * P + s of all chunks in the order in which the model runs them, where P is the number
-        of stages, s the stage, and v the chunk's number on its stage.
+        """Return the number v * P + s of each chunk, in the order in which the model runs the chunks. Here P is the
+        number of stages, s is the stage, and v is the chunk's number on the stage.
         """
         numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
         if is_v_shaped(self.schedule):
@@ -214,13 +215,13 @@ class Instance:
         return self.places % self.stages
 
     def by_stage(self, values: np.ndarray) -> np.ndarray:
-        """Reorder values by chunk [..., C] from the model's order to the order by number on the stage, or back."""
+        """Reorder values by chunk [..., C] from the model's order to the order of numbers in `places`, or back."""
         return values[..., self.places] if is_v_shaped(self.schedule) else values
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Return for each layer type and recompute option the times of a layer, [2, K] or [3, K]: forward, backward,
-        and weight gradients if the schedule splits them off.
+        """Return the times of a layer for each layer type and recompute option as an array [2, K] or [3, K]: forward,
+        backward, and weight gradients if the schedule splits them off.
         """
         if not splits_backward(self.schedule):
             return self.costs[:2]
@@ -228,17 +229,17 @@ class Instance:
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward and 0."""
+        """Return for each chunk the times [rows, C] of work outside of layers: forward, backward and 0."""
         return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
 
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the times of each chunk in the given plans [..., K, C], as an array [..., rows, C]: forward, backward,
-        and weight gradients if the schedule splits them off.
+        """Return the times of each chunk in the given plans [..., K, C], as an array [..., rows, C]. The rows are
+        forward, backward, and weight gradients if the schedule splits them off.
         """
         return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
-        """Return the simulated step time [N] of plans [N, K, C]."""
+        """Return the simulated step time [N] of N plans, which are given as an array [N, K, C]."""
         times = self.by_stage(self.times(plans)).reshape(len(plans), -1, self.chunks, self.stages)
         return makespans(self.table, *times.transpose(1, 0, 2, 3))
 
@@ -249,8 +250,8 @@ class Instance:
         return replace(self, micro_batches=min(self.micro_batches, few)) if self.schedule in SCHEDULES else self
 
     def short_times(self, plans: np.ndarray) -> np.ndarray:
-        """Return approximate step times [N] of plans [N, K, C]: a step with few micro-batches is simulated, and each
-        further micro-batch is assumed to take as long as on the slowest stage.
+        """Return approximate step times [N] of N plans [N, K, C]. The function simulates a step with few micro-batches,
+        and adds the time of the slowest stage for each further micro-batch.
         """
         short = self._short
         works = self.by_stage(self.times(plans)[:, :2].sum(axis=1)).reshape(len(plans), self.chunks, self.stages)
@@ -258,14 +259,14 @@ class Instance:
         return short.step_times(plans) + lacking * works.sum(axis=1).max(axis=1)
 
     def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the step time of a plan, and how often the longest chain of operations that wait for each other runs
-        the forward and the backward pass of each chunk, [rows, C].
+        """Return the step time of a plan, and how often its longest chain of dependent operations runs the forward and
+        the backward pass of each chunk, as an array [rows, C].
         """
         time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
         return time, self.by_stage(visits)
 
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
-        """Return the peak memory [N, stages] of plans [N, K, C]."""
+        """Return the peak memory [N, stages] of N plans, which are given as an array [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
         every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
         there = np.stack([plans[:, :, self.stage_of == s].any(axis=2) for s in range(self.stages)], axis=1)
@@ -278,17 +279,17 @@ class Instance:
         return parameters + np.array(held).T
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan [N] whether no stage exceeds the memory cap."""
+        """Return for each plan whether all of its stages fit within the memory cap."""
         return self.within(self.peak_memory(plans)).all(axis=1)
 
     def within(self, memory: np.ndarray) -> np.ndarray:
-        """Return for each amount of memory whether this amount is within the memory cap."""
+        """Return for each given amount of memory whether it is within the memory cap."""
         return memory <= self.cap + CAP_TOLERANCE
 
     def well_formed(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether it obeys all rules except the memory limit, bool [N]: every layer is placed
-        once, the types keep the model's order, no inner chunk is empty, and `last_layers`, `last_option` and `order`
-        are obeyed.
+        """Return for each plan whether it obeys all rules except the memory limit, as bool [N]. Every layer must be
+        placed once and in the model's order, no inner chunk may be empty, and `last_layers`, `last_option` and `order`
+        must be obeyed.
         """
         layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
         counts = np.array([kind.count for kind in self.types])
@@ -306,8 +307,8 @@ class Instance:
         return good & self.in_order(plans) if self.order else good
 
     def in_order(self, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether no chunk's recompute options become stronger from one layer type to the next,
-        bool [N].
+        """Return for each plan whether the recompute options in every chunk never become stronger from one layer type
+        to the next, as bool [N].
         """
         good, weakest = np.ones(len(plans), bool), np.full((len(plans), plans.shape[2]), -1)
         for index in range(len(self.types)):
@@ -360,7 +361,7 @@ def read_instance(path: Path) -> Instance:
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
-        schema.refuse(f"must be {SCHEMA!r}")
+        schema.refuse(f"the schema must be {SCHEMA!r}")
     root.only(*_KEYS, *_NOTES)
     stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
     if stages * chunks * micro_batches > _PASSES:
@@ -398,7 +399,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
-        place.refuse(f"must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
+        place.refuse(f"the schedule must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
     if chunks == 1:
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
@@ -458,14 +459,15 @@ class _Place:
     def key(self, name: str) -> _Place:
         """Return the value of a key of this mapping; raise `DataError` if the key is missing."""
         if not isinstance(self.value, dict):
-            self.refuse("must be a mapping")
+            self.refuse("the value must be a mapping")
         where = f"{self.where}.{name}" if self.where else name
         if name not in self.value:
-            raise DataError(f"{self.path}: {where}: the key is missing{did_you_mean(name, list(self.value))}")
+            near = "".join(f" (the file has {each!r})" for each in get_close_matches(name, self.value, 1))
+            raise DataError(f"{self.path}: {where}: the key is missing{near}")
         return _Place(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
-        """Raise `DataError` for keys of this mapping that are neither in `known` nor notes (keys that begin with
+        """Raise `DataError` for keys of this mapping that are not in `known`, except for notes (keys that begin with
         "about").
         """
         keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
@@ -474,14 +476,14 @@ class _Place:
     def items(self) -> list[_Place]:
         """Return the values of this list; raise `DataError` if it is empty."""
         if not isinstance(self.value, list) or not self.value:
-            self.refuse("must be a list that is not empty")
+            self.refuse("the value must be a list that is not empty")
         return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self) -> str:
-        return self._checked(lambda value: isinstance(value, str) and bool(value), "must be a text")
+        return self._checked(lambda value: isinstance(value, str) and bool(value), "the value must be a text")
 
     def whole(self, most: int) -> int:
-        want = f"must be 1, 2, 3, ... up to {most:,}"
+        want = f"the value must be 1, 2, 3, ... up to {most:,}"
         return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
 
     def number(self, least: float = 0.0) -> float:
@@ -489,7 +491,7 @@ class _Place:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             return number and least <= value <= _LARGEST and value >= -_LARGEST
 
-        return float(self._checked(good, "must be a number" if least < 0 else "must be a number, 0 or more"))
+        return float(self._checked(good, f"the value must be a number{', 0 or more' * (least == 0)}"))
 
     def _checked(self, good: Callable[[Any], bool], want: str) -> Any:
         if not good(self.value):

@@ -1,5 +1,5 @@
-"""This module makes tables for the key `model.model_config.offset`: from a Megatron layout string, from the layout file
-that replaces `auto`, or by an even distribution of the layers.
+"""This module makes the value of the key `model.model_config.offset`, which sets the number of layers of each stage and
+chunk. The value comes from a Megatron layout string, from a layout file, or from an even distribution of the layers.
 
 A layout string says on which stage each layer runs, and is translated to an offset. The value `auto` means a result of
 the pipeline optimiser that is stored in a file beside the recipe (`LayoutFile`); this file also determines the tables
@@ -62,7 +62,7 @@ def path_of(recipe: str) -> Path:
 
 
 def is_layout_file(path: Path) -> bool:
-    """Return whether a file is a layout file, which may be replaced."""
+    """Return whether a file is a layout file, which tc3 may replace without asking."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readline().startswith(_HEAD)
@@ -76,7 +76,7 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
-    """Write a layout file made by `command`. DataError is raised if its folder cannot be written to."""
+    """Write a layout file made by `command`. DataError is raised if the file's folder is not writable."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
 
@@ -110,8 +110,8 @@ _TAKEN |= {"model.streams": 1, "model.sinkhorn": 0}
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values of a recipe in place. The sections that hold the values are copied before, because YAML anchors may
-    share them with other keys.
+    """Set values of a recipe in place. The sections that hold the values are copied first, because YAML anchors may
+    share these sections with other keys.
     """
     for path, value in values.items():
         section: Any = recipe
@@ -165,7 +165,9 @@ def even_values(recipe: Recipe) -> Values:
 
 
 def even_layout(recipe: Recipe) -> Recipe:
-    """Return a copy of a recipe with an even layout without recomputation in the place of `auto`."""
+    """Return a copy of a recipe in which each `auto` of the layout is replaced by an even layout without
+    recomputation.
+    """
     even = copy.deepcopy(recipe)
     put(even, even_values(recipe))
     return even
@@ -202,13 +204,15 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
 
 
 def remedy(recipe: Recipe) -> str:
-    """Return the advice for a layout file that is missing or belongs to another run."""
+    """Return the command that makes the layout file of a recipe, as advice if the file is missing or belongs to another
+    run.
+    """
     return f"run tc3 search layout {recipe.source} (with the --set of this run, if any)"
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """Return the inputs on which a layout file depends: the values of the recipe that the models of time and memory
-    read, and the version of these models. The cluster is not included.
+    read, and the version of these models. The cluster is not one of the inputs of a layout file.
     """
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}

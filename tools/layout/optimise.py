@@ -1,5 +1,5 @@
-"""This module finds which layers go to which stage and chunk, and which of them are recomputed in which way. The
-search looks for the fastest plan in which no stage exceeds the memory cap.
+"""This module assigns layers to stages and chunks, and chooses how each layer is recomputed. The module searches for
+the fastest plan in which no stage exceeds the memory cap.
 
 1. A first plan is the plan that the caller gives, or otherwise the quick placement (`fast`); if it fits, a plan with
    evenly spread layers that recompute as little as memory allows is tried, too.
@@ -47,8 +47,8 @@ def recompute_less(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 
 def even_plan(instance: Instance) -> np.ndarray:
-    """Return a plan with equally many layers in each chunk, in model order, in which every layer has the recompute
-    option that keeps the least activation memory. The returned plan may exceed the memory cap.
+    """Return a plan with evenly distributed layers, in which every layer has the recompute option that keeps the least
+    activation memory. The returned plan may exceed the memory cap.
     """
     plan = np.zeros((len(instance.columns), instance.chunks * instance.stages), int)
     size = plan.shape[1]
@@ -93,7 +93,9 @@ _PATTERNS = 2.0  # times a round's effort is spent on whole layers before it, if
 
 @dataclass(frozen=True)
 class Outcome:
-    """An `Outcome` is the result of the pipeline optimiser: the best plan, its step time and the proven bound."""
+    """An `Outcome` is the result of the pipeline optimiser: the best plan, its step time, and the proven lower bound on
+    the step time.
+    """
 
     instance: Instance
     plan: np.ndarray | None  # [K, C]
@@ -108,8 +110,8 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """Return (time - bound) / time, where time is the plan's step time and bound is the proven lower bound;
-        infinity without a plan.
+        """Return (time - bound) / time, where time is the plan's step time and bound is the proven lower bound. Return
+        infinity if there is no plan.
         """
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else float("inf")
 
@@ -121,10 +123,10 @@ def optimise(
     report: Callable[[Incumbent], None] | None = None,
     start: np.ndarray | None = None,
 ) -> Outcome:
-    """Search the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
-    `report` is called with every improvement, and the returned plan is never slower than the plan `start` [K, C]. If
-    `start` is given, its caller has already done the quick placement and computed the bound of weighted chains, so
-    these two steps are not repeated.
+    """Search for the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
+    `report` is called whenever the search has found a better plan. The returned plan is never slower than the plan
+    `start` [K, C]. If `start` is given, the caller has already made a quick placement and computed the bound of
+    weighted chains, so that these two steps are not repeated.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

@@ -21,8 +21,8 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """Return the content of the solution file: the name of the instance, the numbers of layers n[type][v][s][option]
-    (v: chunk, s: stage), the step time, and the peak memory of each stage.
+    """Return the content of the solution file: the name of the problem, the numbers of layers
+    n[type][chunk][stage][option], the step time, and the peak memory of each stage.
     """
     assert outcome.plan is not None
     return {
@@ -94,8 +94,8 @@ def _recompute(outcome: Outcome, own: np.ndarray) -> str:
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
-    """Draw the time line and the memory of a plan [K, C] to a picture file, and return `path`; the function raises the
-    errors of `save_figure`.
+    """Draw the time line and the memory of a plan [K, C] to the picture file `path`, and return `path`. The function
+    raises the same errors as `save_figure`.
     """
     forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))

@@ -1,5 +1,5 @@
-"""This module computes a lower bound on the step time of all plans in which every chunk of a stage holds whole layers;
-often it also finds the best plan.
+"""This module computes a lower bound on the step time of all plans that do not divide a layer between chunks. The
+module often finds the best plan, too.
 
 A pattern of a stage says how many layers of each type each chunk of the stage holds, and what these layers recompute. A
 pattern is considered only if it fits the stage's memory, recomputes no more than memory requires, and allows a step
@@ -42,9 +42,9 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Stage:
-    """A `Stage` holds the N patterns of one stage, one in each row; a pattern is a way to distribute layers to the
-    stage's V chunks and to recompute these layers. After the patterns follows a row for each number of layers from 0 to
-    the largest number, with the least value in each column of all patterns that have at least this number of layers.
+    """A `Stage` holds the N patterns of one stage, one in each row. A pattern is one choice of layers and their
+    recomputation for the stage's V chunks. After the rows of the patterns, there is a row for each number of layers n
+    from 0 on. The row for n holds in each column the least value of all patterns with at least n layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]
@@ -56,8 +56,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class After:
-    """An `After` holds lower bounds on the time of a step after the pipeline's last pass (gradients, weights,
-    optimizer), which depends on the slowest stage.
+    """An `After` holds lower bounds on the time between the pipeline's last pass and the end of the step (gradients,
+    weights, optimizer). The time after the last pass depends on the slowest stage.
     """
 
     least: float  # ms of any plan
@@ -70,10 +70,10 @@ class After:
 def pattern_bound(
     instance: Instance, goal: float, budget: Budget, after: After | None = None
 ) -> tuple[float, np.ndarray | None]:
-    """Return a lower bound in ms, at most `goal`, on the step time of every plan, and a plan [K, C] with this time if
-    one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights,
-    optimizer). The bound is 0 if no bound could be computed: for schedules other than 1F1B, for more than two types of
-    layers, and if the budget does not suffice for one stage.
+    """Return a lower bound in ms (limited to `goal`) on the step time of every plan, and a plan [K, C] that reaches the
+    bound if one was found. Both `goal` and the bound include the time `after` the pipeline's last pass (gradients,
+    weights, optimizer). The bound is 0 if none can be computed: for schedules other than 1F1B, for more than two types
+    of layers, or if the budget does not suffice for one stage.
     """
     sure = after.least if after else 0.0
     stages = patterns_of(instance, goal, budget, after)
@@ -115,8 +115,8 @@ def pattern_bound(
 
 
 def patterns_of(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> list[Stage] | None:
-    """Return for each stage the patterns (distributions of layers to its chunks, with their recomputation) that allow a
-    step of less than `goal` ms; None if there are too many to list, or if the instance is not supported.
+    """Return for each stage the patterns (choices of layers and their recomputation for the stage's chunks) that allow
+    a step of less than `goal` ms. Return None if there are too many patterns, or if the problem is not supported.
     """
     if instance.schedule not in SCHEDULES or len(instance.types) > 2:
         return None

@@ -1,5 +1,5 @@
 """This module assigns the layers of a configuration to stages and chunks, and chooses the recomputation of each layer.
-For this the module calls the pipeline optimiser.
+The module calls the pipeline optimiser (`tools.layout.optimise`) to find the fastest assignment.
 
 `place` makes a pipeline-balance instance of the configuration (`problem`), optimises it, and converts the plan to
 tables of layers and recomputation in the form that MindFormers reads: each option counts from a chunk's first layer,
@@ -42,8 +42,8 @@ from tools.pipeline.schedules import pairs_up
 
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
-    """Return `config` in which only as many layers recompute each group of operators as are needed so that every stage
-    stays within `cap_bytes`. The groups whose recomputation takes the most time are reduced first.
+    """Return `config` with fewer layers that recompute groups of operators: only as many as are needed so that every
+    stage stays within `cap_bytes`. The groups whose recomputation takes the most time are reduced first.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -72,16 +72,14 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """Return the table [chunks][stages] of the numbers of layers that recompute the named group of operators, or the
-    norms.
-    """
+    """Return the numbers of layers [chunks][stages] that recompute the given group of operators (or the norms)."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
 
 def with_table(config: Configuration, name: str, table: Table) -> Configuration:
-    """Return the configuration with a new table [chunks][stages] of the layers that recompute the named group of
-    operators, or the norms; if the table has no layers, the group is no longer recomputed.
+    """Return a configuration in which `table` [chunks][stages] holds the numbers of layers that recompute a group of
+    operators (or the norms). If the table has no layers, the group is no longer recomputed.
     """
     some = table if any(map(any, table)) else None
     if name == NORMS:
@@ -93,8 +91,9 @@ def with_table(config: Configuration, name: str, table: Table) -> Configuration:
 
 def recomputing_least(config: Configuration, model: TimeModel, cap_bytes: float) -> list[Configuration]:
     """Return a list with one configuration: `config` with as little recomputation as memory allows. On each stage the
-    first layers have one recompute option and the other layers a weaker one, chosen so that the stage needs at most
-    `cap_bytes` and takes the least time. The list is empty if a stage needs more than `cap_bytes` with every choice.
+    first layers have one recompute option, and the other layers have a weaker option. The options are chosen so that
+    the stage needs at most `cap_bytes` and takes the least time. The list is empty if a stage needs more than
+    `cap_bytes` with all choices of recomputation.
     """
     layers = np.array(config.layers)
     tables = {name: np.zeros_like(layers) for name in ORDER[:-1]}
@@ -159,8 +158,8 @@ def place(
     groups: bool = False,
     start: Placement | None = None,
 ) -> Placement:
-    """Return the fastest placement of `config`'s layers that was found, with the recomputation of each layer, in which
-    no stage needs more than `cap_bytes`.
+    """Return the fastest placement that was found for the layers of `config`, with the recomputation of each layer. In
+    the returned placement, no stage needs more than `cap_bytes` of memory.
 
     The present placement of `config` is one of the candidates. If dense and MoE layers alternate, layers stay on their
     stages, and only their recomputation is chosen (`recomputing_least`). For schedules with pairs
@@ -185,7 +184,7 @@ def place(
     candidates = own if first is None else [*own, first]
 
     def optimised(way: Way, part: Budget) -> list[Configuration]:
-        """Run the pipeline optimiser on one instance, and add the outcome to the results."""
+        """Run the pipeline optimiser on one pipeline-balance problem, and add the outcome to the results."""
         instance = pipeline_instance(config, model, cap_bytes, *way)
         if way.groups:  # the optimiser's bound is one of plans that add group after group, which `eased` leaves
             floors.append(path_bound(instance, PathModel(instance), Budget(BOUND_EFFORT)) / 1000)  # see `_closer`
@@ -230,9 +229,9 @@ def screen(
     effort: float = WHOLE_EFFORT,
 ) -> Placement:
     """Return a placement of the layers of `config` that is computed in a fraction of a second, with a lower bound on
-    the step time of all placements. Layers are placed only if the bound is below `beat` seconds, and the bound holds
-    only for placements with a step below `beat` seconds. At most `effort` units of work are spent on the bound by whole
-    layers; `Placement.spent` holds the number of units spent.
+    the step time of all placements. Layers are placed only if the lower bound is below `beat` seconds. The bound holds
+    only for placements whose step takes less than `beat` seconds. At most `effort` units of work are spent on the lower
+    bound for undivided layers. The result's field `Placement.spent` holds how many units of work this bound took.
     """
     low, found, outside = math.inf, Placement(None, math.inf, 0.0, why="no placement was found quickly"), math.inf
     every = all_ways(config, model, groups)
@@ -298,8 +297,8 @@ def floor_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, beat: float = math.inf, groups: bool = False
 ) -> float:
     """Return a lower bound on the seconds of a step for all placements of `config`; computing this bound takes only
-    milliseconds. The bound holds for all placements that `place` and `screen` return and whose step takes less than
-    `beat` seconds; it is 0 if no layer can move, and infinite if no placement fits.
+    milliseconds. The bound holds for all placements by `place` and `screen` whose step takes less than `beat` seconds.
+    The bound is 0 if no layer can move, and infinite if no placement fits in memory.
     """
     every = all_ways(config, model, groups)
     if not every or pairs_up(config.schedule):
@@ -326,10 +325,10 @@ def _floor(config: Configuration, model: TimeModel, instance: Instance, beat: fl
 
 
 def outside_least(config: Configuration, model: TimeModel, instance: Instance, slowest: float, beat: float) -> float:
-    """Return a lower bound on the seconds that the communication of gradients and weights and the optimizer take in a
-    step, for plans whose slowest stage takes at least `slowest` seconds for a micro-batch and whose pipeline takes at
-    most `beat` seconds. The bound is the time on the slowest stage, which is assumed to have only as many layers as
-    take `slowest` seconds if all of them are fully recomputed.
+    """Return a lower bound on the seconds that a step spends on the optimizer and on communicating gradients and
+    weights. The bound holds for plans whose slowest stage takes at least `slowest` seconds for a micro-batch, and whose
+    pipeline takes at most `beat` seconds. For the bound, the slowest stage is assumed to have only as many layers as
+    take `slowest` seconds with full recomputation.
     """
     costs, kinds = StageCosts(instance), [kind.name for kind in instance.types]
     longest = max(base + extra.max() for base, extra in zip(costs.base, costs.extra, strict=True)) / 1000
@@ -389,8 +388,8 @@ def _after(config: Configuration, model: TimeModel, instance: Instance, rest: fl
 
 
 class Way(NamedTuple):
-    """A `Way` holds the arguments of `pipeline_instance` that differ between the optimiser's instances for one
-    configuration: which kinds of recomputation are allowed.
+    """A `Way` says which kinds of recomputation are allowed in one of the optimiser's problems for a configuration. A
+    `Way` holds arguments of the function `pipeline_instance`.
     """
 
     full: bool
@@ -399,9 +398,9 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """Return the arguments of the optimiser's instances that are solved for a configuration; return [] if no layer can
-    move. In the first instance no layer may be recomputed fully, in the second instance layers may be recomputed fully,
-    and in the third instance (only with MTP) the last layer and the MTP layers are recomputed fully.
+    """Return arguments of `pipeline_instance` for the optimiser's problems that are solved for a configuration; return
+    [] if no layer can move. In the first problem no layer may be recomputed fully, and in the second problem layers may
+    be recomputed fully. In the third problem (only with MTP) the last layer and the MTP layers are recomputed fully.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
@@ -409,8 +408,8 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """Return the arguments of the optimiser's instances in which layers may also recompute groups of operators (such as
-    attention); [] if no group can be recomputed.
+    """Return arguments of `pipeline_instance` for problems in which layers may also recompute groups of operators (such
+    as attention); return [] if no group can be recomputed.
     """
     if not offered(config) or not ways(config):
         return []
@@ -419,8 +418,8 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 
 
 def all_ways(config: Configuration, model: TimeModel, groups: bool) -> list[Way]:
-    """Return the arguments of all instances of the optimiser that are solved for a configuration; with `groups`, these
-    include the instances in which layers may recompute groups of operators (such as attention).
+    """Return arguments of `pipeline_instance` for all problems that the optimiser solves for a configuration. If
+    `groups` is True, the problems include those in which layers may recompute groups of operators (such as attention).
     """
     return [*ways(config), *(group_ways(config, model) if groups else [])]
 
@@ -446,9 +445,7 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
 
 
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
-    """Return `config` with the distribution of layers over stages and chunks, and the recomputation, of a well-formed
-    plan [K, C].
-    """
+    """Return `config` with the placement of layers and the recomputation of a valid plan [K, C]."""
     layers = _table(instance, plan.sum(axis=0))
     chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
     names = {name for options in chunks for option in options for name in parts_of(option)}
@@ -464,8 +461,8 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
 
 
 def plan_of(config: Configuration, instance: Instance) -> np.ndarray | None:
-    """Return the plan [K, C] that describes the layers and the recomputation of a configuration; None if the instance
-    does not have one of its recompute options.
+    """Return the plan [K, C] that describes the placement of layers and the recomputation of a configuration. Return
+    None if the pipeline-balance problem lacks one of the configuration's recompute options.
     """
     plan = np.zeros((len(instance.columns), len(instance.stage_of)), int)
     names = {

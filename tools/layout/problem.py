@@ -30,7 +30,7 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class PlacedInstance(Instance):
-    """A `PlacedInstance` is a pipeline-balance instance that also counts the time in which a stage receives activations
+    """A `PlacedInstance` is a pipeline-balance problem that also counts the time in which a stage receives activations
     and gradients from another stage.
 
     receiving   the time that is added to each forward pass except the first chunk's and to each backward pass except
@@ -44,8 +44,8 @@ class PlacedInstance(Instance):
 
     @cached_property
     def fixed(self) -> np.ndarray:
-        """Return for each chunk the times of work outside of layers, [rows, C]: forward, backward, and the weight
-        gradients of embedding and head if the schedule splits them off.
+        """Return for each chunk the times of work outside of layers, as an array [rows, C]. The rows are forward,
+        backward, and the weight gradients of embedding and head if the schedule splits them off.
         """
         found = super().fixed
         found[2:, 0] += self.end_weights[0]
@@ -61,14 +61,14 @@ class PlacedInstance(Instance):
 
     @cached_property
     def received(self) -> np.ndarray:
-        """Return for each stage the time of `ends` that is spent on receiving from another stage, [stages]."""
+        """Return for each stage the part of the times `ends` that is spent on receiving from another stage."""
         every = self.by_stage(self.ends.sum(axis=0) - super().ends.sum(axis=0))
         return every.reshape(self.chunks, self.stages).sum(axis=0)
 
     @cached_property
     def ends(self) -> np.ndarray:
         """Return for each chunk the forward and backward times of work outside of layers (embedding, head, receiving),
-        [2, C].
+        as an array [2, C].
         """
         fixed = np.full((2, self.chunks * self.stages), self.receiving)
         fixed[:, 0] += self.head
@@ -84,8 +84,8 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """Return the pipeline-balance instance whose plans are the possible placements of the layers of `config`; the
-    present placement and recomputation of `config` have no effect.
+    """Return the pipeline-balance problem of placing the layers of `config`. The present placement and recomputation of
+    `config` have no effect.
 
     Args:
         full, mtp: whether layers may, and MTP layers do recompute fully (if the last layer of a plan does).
@@ -157,8 +157,8 @@ def strongest_first(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """Return numbers of layers, listed by chunk in model order, as a table [chunks][stages]; in a V-shaped schedule the
-    stages of odd chunks are reversed.
+    """Convert numbers of layers, listed in model order, to a table [chunks][stages]. In a V-shaped schedule the stages
+    of odd chunks are reversed.
     """
     stages, turned = config.pp, is_v_shaped(config.schedule)
     rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
@@ -175,8 +175,8 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Return the names of the groups of operators that can be recomputed, and of the norms. The group whose
-    recomputation costs the least time per freed byte comes first.
+    """Return the names of the groups of operators that can be recomputed, and of the norms. The group of operators
+    whose recomputation costs the least time per freed byte comes first.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers in a chunk, the earlier layer
     recomputes at least all groups of the later layer. Options that add one group after another in this order form the
@@ -220,9 +220,9 @@ def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray
 def by_layers(
     config: Configuration, kinds: Sequence[str], of_stage: Callable[[Configuration, int], np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return two results for a quantity that is a sum over the weights of a stage (such as bytes): its value without
-    any layer, [stages, values], and for each kind of layer the value that one layer adds, [values]. If there is only
-    one stage, the first result includes all layers, because they cannot move.
+    """Divide a quantity that is a sum over the weights of a stage (such as bytes) into two results: its value without
+    any layer, [stages, values], and the value that one layer of each kind adds, [values]. If there is only one stage,
+    the value without any layer includes all layers, because layers cannot move.
     """
     if config.pp == 1:
         whole = of_stage(replace(config, layers=((config.model.layers,),)), 0)

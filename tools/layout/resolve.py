@@ -69,8 +69,8 @@ SECTION = ("plugins", "attention_balance")
 
 
 def sample_cost(recipe: Recipe) -> Cost:
-    """Return the training FLOPs of a token, and the FLOPs of a pair of tokens of which one attends to the other. If the
-    recipe recomputes the forward pass, the FLOPs of the forward pass count twice.
+    """Return the training FLOPs of one token (without attention scores), and the training FLOPs of attention for one
+    query-key pair. If the recipe recomputes the forward pass, the FLOPs of the forward pass count twice.
 
     Raises:
         RecipeError: the recipe's sizes do not describe a possible model.
@@ -88,9 +88,10 @@ def sample_cost(recipe: Recipe) -> Cost:
 
 
 def write_sample_cost(recipe: Recipe) -> None:
-    """Write the cost of a sample (`sample_cost`) into `recipe` in place if `plugins.attention_balance` is on and the
-    recipe gives no costs. The function raises the errors of `sample_cost`. Call this function after the layout and the
-    recomputation are resolved, because the costs include recomputation.
+    """Add the FLOPs per token and per query-key pair (see `sample_cost`) to `recipe` in place, if
+    `plugins.attention_balance` is on and the recipe does not set these FLOPs. This function raises the same errors as
+    `sample_cost`. Call this function after the layout and the recomputation are resolved, because the FLOPs include
+    recomputation.
     """
     section = look(recipe, SECTION)
     if not isinstance(section, dict) or any(name in section for name in COST):
@@ -102,9 +103,10 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Write the cost of a sample from the recipe `first`, with which the run began, into the present recipe (in place).
-    Return a line of text if the written cost differs from the cost that the present recipe would have. A recipe that
-    states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no costs.
+    """Copy the costs per token and query-key pair from `first`, the recipe with which the run began, to the present
+    recipe (in place). Return a line of text if the copied costs differ from the costs that the present recipe would
+    have. A recipe that states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no
+    costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
@@ -124,12 +126,12 @@ _KEY = dotted(OFFSET)
 
 
 class NothingFits(RecipeError):
-    """This error means that every layout of the recipe's layers exceeds the memory limit."""
+    """This error means that no layout of the recipe's layers fits within the memory limit."""
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
-    read. The memory limit is reduced by `margin`, by default the known error of the memory model.
+    read. The memory limit is reduced by `margin`, whose default is the known error of the memory model.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -141,7 +143,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         base, room = from_recipe(even), room_of(even, hardware, margin=margin)
         if base.adapters:
             wrong = f"{_KEY}: auto: the step time of training with adapters cannot be predicted, so no layout is found"
-            raise RecipeError(f"{wrong}; write the number of layers of each stage, or 0 for even stages")
+            raise RecipeError(f"{wrong}; write the number of extra layers of each stage, or 0 for even stages")
         if base.model.layers < base.pp * base.chunks:  # `tc3 check` refuses each layout
             raise RecipeError(f"{_KEY}: auto: {'; '.join(fewer_than_chunks(base.model.layers, base.pp, base.chunks))}")
     except RecipeError as error:
@@ -195,8 +197,8 @@ _PLAIN = {MODE: "global", CHUNKS: [1, 1]}
 
 
 class UnresolvedError(RecipeError):
-    """This error means that the value `auto` of the key `path` cannot be replaced; `why` is the reason, which may name
-    another key.
+    """This error means that the value `auto` of the key `path` cannot be replaced by a computed value. The field `why`
+    holds the reason, which may name another key.
     """
 
     def __init__(self, source: str, path: KeyPath, why: str):
@@ -205,8 +207,8 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """Return a copy of `recipe` in which every `auto` is replaced by a value and the costs of samples are filled in.
-    All other values of the recipe are unchanged.
+    """Return a copy of `recipe` in which every `auto` is replaced by a computed value. The FLOPs per token and
+    query-key pair for `plugins.attention_balance` are filled in, too. All other values of the recipe are unchanged.
 
     Args:
         say: a function that receives a line for each value that replaced `auto`.
@@ -225,8 +227,8 @@ def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file
 
 
 def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
-    """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys whose `auto` could not
-    be computed; these keys get simple values.
+    """Return a copy of the recipe in which every `auto` is replaced, and the errors of the keys for which no value
+    could be computed. A key with an error gets a simple value.
     """
     failed: list[UnresolvedError] = []
     return _resolved(recipe, lambda line: None, "file", True, failed), failed

@@ -1,5 +1,5 @@
-"""This module computes the least work (the time of its layers for one micro-batch, with recomputation) that a pipeline
-stage can have with given layers under its memory cap.
+"""This module computes the least work of a pipeline stage with given layers under a memory cap. The work of a stage is
+the time of all its layers for one micro-batch, with recomputation.
 
 The work of a stage is the time of its layers including recomputation. A stage that holds given layers recomputes as
 little as its memory allows, independently of the other stages: for few layers all combinations of recompute options are
@@ -37,8 +37,8 @@ def compositions(count: int, options: int) -> np.ndarray:
 
 
 class StageCosts:
-    """A `StageCosts` computes the least work of each pipeline stage (the time of its layers for one micro-batch, with
-    recomputation) for any number of layers that the stage may hold.
+    """A `StageCosts` computes the least work of a pipeline stage for any layers that the stage may hold. The work of a
+    stage is the time of all its layers for one micro-batch, with recomputation.
     """
 
     def __init__(self, instance: Instance):
@@ -59,15 +59,14 @@ class StageCosts:
         )
 
     def content(self, first: int, count: int) -> Chunk:
-        """Return the number of layers of each type among `count` consecutive layers of the model, beginning with layer
-        number `first`.
+        """Return the number of layers of each type among the `count` layers of the model that begin with layer number
+        `first`.
         """
         return tuple(int(n) for n in self._prefix[first + count] - self._prefix[first])
 
     def least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
-        """Return the least work of a stage with the given layers, and the recomputation with which it is reached, as
-        numbers of layers by type and option in each chunk, [chunks, K]; return None if the layers do not fit the
-        stage's memory.
+        """Return the least work (time for one micro-batch) of a stage with the given layers, and the recomputation that
+        reaches it, as numbers of layers [chunks, K]. Return None if the layers do not fit in the stage's memory.
         """
         key = stage, layers
         if key not in self._known:
@@ -228,8 +227,8 @@ class StageCosts:
         return extra, given
 
     def split(self, counts: Iterable[int]) -> list[Stage]:
-        """Return for each stage and each of its chunks the number of layers of each type, given the number of layers of
-        every chunk, [C] in model order.
+        """Return the number of layers of each type in each chunk of each stage, given the number of layers of every
+        chunk ([C], in model order).
         """
         rows: list[list[Chunk]] = [[] for _ in range(self.instance.stages)]
         first = 0
@@ -239,16 +238,16 @@ class StageCosts:
         return [tuple(row) for row in rows]
 
     def works(self, counts: Iterable[int]) -> np.ndarray | None:
-        """Return the least work of each stage, [stages], given the number of layers of every chunk [C]; None if a stage
-        does not fit its memory.
+        """Return the least work (time for one micro-batch) of each stage, given the number of layers of every chunk
+        [C]. Return None if the layers of a stage do not fit in its memory.
         """
         found = [self.least(stage, layers) for stage, layers in enumerate(self.split(counts))]
         works = [one[0] for one in found if one]
         return np.array(works) if len(works) == len(found) else None
 
     def plan(self, counts: Iterable[int]) -> np.ndarray:
-        """Return the plan [K, C] in which each stage has the least work, given the number of layers of every chunk [C];
-        the layers must fit the memory of the stages.
+        """Return the plan [K, C] in which each stage has the least work (time for one micro-batch), given the number of
+        layers of every chunk [C]. The layers must fit in the memory of the stages.
         """
         plan = np.zeros((len(self.instance.columns), len(self.instance.stage_of)), int)
         for stage, layers in enumerate(self.split(counts)):
@@ -258,13 +257,15 @@ class StageCosts:
         return plan
 
     def closed(self, works: np.ndarray) -> float:
-        """Return the step time by a closed formula, without a simulation, given the work of each stage, [stages]."""
+        """Return the step time by a closed formula, without a simulation, from the work (time for one micro-batch) of
+        each stage.
+        """
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
 
 
 def least_layers(instance: Instance) -> np.ndarray:
-    """Return the least number of layers that each chunk must hold, [C]."""
+    """Return the smallest number of layers that each model chunk must hold, as an array [C]."""
     found = np.full(len(instance.stage_of), instance.least_layers)
     found[[0, -1]] = 0
     found[-1] = max(found[-1], instance.last_layers)
@@ -272,8 +273,9 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
-    """Return the least sum of the stages' work, and the number of layers of each stage, of all distributions in which
-    no stage has more work than `slowest`; None if there is no such distribution.
+    """Among all distributions of layers in which no stage has more work than `slowest`, find the distribution with the
+    least total work. Return the total work and the number of layers of each stage; return None if there is no such
+    distribution.
     """
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []

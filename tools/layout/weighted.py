@@ -1,5 +1,5 @@
-"""This module computes a lower bound on the step time of an instance from weighted chains of operations; the bound
-assumes whole layers.
+"""This module computes a lower bound on the step time of a pipeline-balance problem from weighted chains of operations.
+The bound holds for plans that do not divide layers.
 
 A chain of operations that wait for each other contains the forward and the backward pass of each chunk a number of
 times, and a step takes at least as long as every chain. The weighted mean of the lengths of several chains is therefore
@@ -38,8 +38,8 @@ _ROUND, _CELL = 2e-3, 2e-8  # effort of a round, and of each of its operations a
 
 
 def weighted_bound(instance: Instance, goal: float, budget: Budget, after: After | None = None) -> float:
-    """Return a lower bound in ms, at most `goal`, on the step time of every plan. The bound is 0 if no bound could be
-    computed: for schedules other than 1F1B, for more than two types of layers, and if the budget is too small. Both
+    """Return a lower bound in ms (limited to `goal`) on the step time of every plan. The bound is 0 if none can be
+    computed: for schedules other than 1F1B, for more than two types of layers, or if the budget is too small. Both
     `goal` and the bound include the time `after` the pipeline's last pass (gradients, weights, optimizer).
     """
     stages = patterns_of(instance, goal, budget, after)
@@ -70,11 +70,11 @@ class _Case:
     after: np.ndarray  # [M] ms after the pipeline if it is
 
     def bound(self, pipeline: float) -> float:
-        """Return a lower bound in ms on the time of a step whose pipeline takes at least `pipeline` ms."""
+        """Return a lower bound in ms on the time of a step whose pipeline passes take at least `pipeline` ms."""
         return float((np.maximum(self.busy, pipeline) + self.after).min(initial=np.inf))
 
     def enough(self, goal: float) -> float:
-        """Return the time of the pipeline, in ms, above which no step can take less than `goal` ms."""
+        """Return the time of the pipeline passes, in ms, above which a step cannot take less than `goal` ms."""
         return float((goal - self.after[self.busy + self.after < goal]).max(initial=0.0))
 
 
@@ -156,8 +156,8 @@ class _Chains:
             self.sums[number] = np.vstack([self.sums[number], own])
 
     def least(self, case: _Case, enough: float, budget: Budget) -> float:
-        """Return a lower bound in ms on the pipeline time of the plans of `case`; the weights of the chains are
-        improved until the bound reaches `enough`.
+        """Return a lower bound in ms on the pipeline time of all plans that belong to `case`. The function improves the
+        weights of the chains until the bound reaches `enough`.
         """
         able = [work <= case.slowest * (1 + _EQUAL) for work in self.works]
         best, kept, weights, plans = 0.0, self.weights, self.weights, list[list[int]]()

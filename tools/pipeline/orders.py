@@ -1,5 +1,5 @@
-"""This module defines the orders in which pipeline schedules run a stage's work. Some orders are those of MindSpore,
-and others come from papers.
+"""This module defines for each pipeline schedule the order of a stage's forward and backward passes. Some orders of
+passes come from MindSpore, and others come from papers.
 
 An operation is one piece of work of a stage, such as the forward pass of one chunk for one micro-batch; an order is the
 list of a stage's operations, which can also be written as an integer array for NumPy. `tools.pipeline.schedules` lists
@@ -100,15 +100,15 @@ def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
 
 
 def as_operations(table: np.ndarray) -> list[Op]:
-    """Return the operations in the integer table of an order as a list, without the information which operations form a
-    pair.
+    """Convert the integer table of a stage's order to a list of operations. The list of operations does not say which
+    operations form a pair.
     """
     return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
 
 
 def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
     """Return two dictionaries with the neighbours of each (chunk, stage) in the model: the first dictionary gives the
-    previous (chunk, stage), and the second dictionary gives the next.
+    previous (chunk, stage), and the second dictionary gives the next (chunk, stage).
     """
     walks = []
     for chunk in range(chunks):
@@ -121,14 +121,14 @@ def neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
 
 
 def widened(table: np.ndarray) -> np.ndarray:
-    """Return the integer table of an order with its missing columns added: the sequence part is 0, and no operations
-    form a pair.
+    """Return the integer table of a stage's order with the missing columns added. The new columns say that the sequence
+    part is 0, and that no operations form a pair.
     """
     return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
 
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in GPipe: all forward passes, and then all backward passes."""
+    """Return the order of the operations of a stage in GPipe: all forward passes, and then all backward passes."""
     return np.concatenate(
         [_round("F", range(chunks), 0, micro_batches), _round("B", reversed(range(chunks)), 0, micro_batches)]
     )
@@ -174,35 +174,35 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
 
 
 def interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in Megatron-LM's interleaved 1F1B (arXiv 2104.04473, figure 4)."""
+    """Return the order of the operations of a stage in Megatron-LM's interleaved 1F1B (arXiv 2104.04473, figure 4)."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
 
 
 def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in interleaved 1F1B with the shorter warm-up of plain 1F1B."""
+    """Return the order of the operations of a stage in interleaved 1F1B with the shorter warm-up of plain 1F1B."""
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
 
 def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqpipe: 1F1B with sequences that are split into parts, interleaved if a stage has
-    several chunks.
+    """Return the order of a stage's operations in seqpipe: 1F1B with sequences that are split into parts, interleaved
+    if a stage has several chunks.
     """
     after = (stages - 1 - stage) * (1 if chunks == 1 else 2)
     return _by_parts(_rounds_extra_spread(stages, micro_batches), chunks, after, parts)
 
 
 def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqvpp, which runs the micro-batches of seqpipe in rounds; in each round the
-    sequence parts of the micro-batches fill all stages.
+    """Return the order of a stage's operations in seqvpp, which runs the micro-batches of seqpipe in rounds. In each
+    round the sequence parts of the micro-batches fill all stages.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage in seqsmartvpp, which is seqvpp with a shorter warm-up and needs less memory for
-    activations.
+    """Return the order of the operations of a stage in MindSpore's scheduler seqsmartvpp. The scheduler seqsmartvpp is
+    seqvpp with a shorter warm-up, and needs less memory for activations.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 
@@ -232,13 +232,13 @@ def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndar
 
 
 def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in 1F1B with one chunk on each stage, which is the order of PipeDream-flush."""
+    """Return the order of the operations of a stage in 1F1B with one chunk on each stage (PipeDream-flush)."""
     return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in the eight phases of MindSpore's `ZeroBubbleV`, which is a DualPipeV that splits
-    off few weight gradients.
+    """Return the order of the operations of a stage in MindSpore's `ZeroBubbleV`. The schedule `ZeroBubbleV` is a
+    DualPipeV that splits off few weight gradients.
     """
     after = stages - stage - 1
     half = (stage + 1) // 2
@@ -267,16 +267,17 @@ def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> n
 
 
 def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B - W), where F, B and W are the times
-    of a forward pass, of input gradients and of weight gradients; as many micro-batches are in flight as in 1F1B.
+    """Return the order of a stage's operations in the pipeline schedule ZB-H1. The bubble of ZB-H1 is (p - 1) (F + B -
+    W), where F, B and W are the times of a forward pass, of input gradients and of weight gradients. In ZB-H1, as many
+    micro-batches are in flight as in 1F1B.
     """
     return _lagging(stages - stage, stage, micro_batches)
 
 
 def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in ZB-H2. The bubble of a stage between its first and its last operation is (p - 1)
-    (F + B - 2 W), where F, B and W are the times of a forward pass, of input gradients and of weight gradients; 2 p - 1
-    micro-batches are in flight.
+    """Return the order of a stage's operations in the pipeline schedule ZB-H2. The bubble of a stage between its first
+    and its last operation is (p - 1) (F + B - 2 W), where F, B and W are the times of a forward pass, of input
+    gradients and of weight gradients. In ZB-H2, 2 p - 1 micro-batches are in flight.
     """
     return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
 
@@ -301,8 +302,8 @@ _BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a mic
 
 
 def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-Min, where each stage runs a micro-batch one unit of time after its neighbour,
-    in both directions of the V; (p + 4) // 3 micro-batches are in flight.
+    """Return the order of a stage's operations in V-Min. Each stage runs a micro-batch one unit of time after the
+    neighbouring stage, in both directions of the V, and (p + 4) // 3 micro-batches are in flight.
     """
     turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
     times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
@@ -310,9 +311,9 @@ def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarra
 
 
 def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-Half, where each stage runs a micro-batch two units of time after its neighbour
-    on the way from the first stage to the last, and one unit after it on the way back; (p + 2) // 2 micro-batches are
-    in flight.
+    """Return the order of a stage's operations in V-Half, where (p + 2) // 2 micro-batches are in flight. Each stage
+    runs a micro-batch two units of time after the previous stage on the way from the first to the last stage, and one
+    unit later on the way back.
     """
     turn = 3 if stages % 2 == 0 else 0
     there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
@@ -341,9 +342,9 @@ def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
 
 
 def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in V-ZB, where each stage runs a micro-batch four units of time after its neighbour
-    on the way from the first stage to the last, and two units after it on the way back. Idle times at the beginning and
-    end of a step are filled, and p micro-batches are in flight.
+    """Return the order of a stage's operations in V-ZB. Each stage runs a micro-batch four units of time after the
+    previous stage on the way from the first to the last stage, and two units later on the way back. In V-ZB, idle times
+    at the beginning and the end of a step are filled, and p micro-batches are in flight.
     """
     return _filled(stages, micro_batches)[stage]
 
@@ -412,14 +413,16 @@ def _choice(
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in DualPipeV, which follows the eight steps of DeepSeek's public `dualpipev.py`."""
+    """Return the order of a stage's operations in DualPipeV, according to the eight steps of DeepSeek's public
+    `dualpipev.py`.
+    """
     return as_table(_steps(stage, stages, micro_batches))
 
 
 def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order in which a stage runs its forward and backward passes in DualPipe. Stage number `stage` and
-    stage number `stages` - 1 - `stage` both have the order of one stage of DualPipeV with half as many stages; on the
-    second half of the stages, chunks 0 and 1 are exchanged.
+    """Return the order in which a stage runs its forward and backward passes in DualPipe. The stages `stage` and
+    `stages` - 1 - `stage` both have the order of one stage of DualPipeV with half as many stages. On the second half of
+    the stages, chunks 0 and 1 are exchanged.
     """
     near = stage < stages // 2
     half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
@@ -467,8 +470,8 @@ def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, O
 
 
 def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """Return the order of a stage in interleaved 1F1B with pairs: in the steady phase, each backward pass runs together
-    with the forward pass that follows it.
+    """Return the order of a stage's operations in interleaved 1F1B with pairs. In the steady phase, each backward pass
+    runs at the same time as the next forward pass.
 
     The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forward and
     backward passes of different micro-batches; they do not say whether a backward pass is paired with the forward pass

@@ -1,5 +1,5 @@
-"""This module lists pipeline schedules by name, with the order of each stage, the numbers of stages and micro-batches
-that a schedule needs, and the software that can run it.
+"""This module lists pipeline schedules by name. The module knows for each schedule the order of operations on a stage,
+the allowed numbers of stages and micro-batches, and the software that can run the schedule.
 
 A recipe can choose one of MindSpore's schedules (`SCHEDULES`, see `tools.pipeline.orders`). The other schedules
 (`PAPER_SCHEDULES`) are published in papers, and are only simulated in this repository:
@@ -82,8 +82,8 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return the order of a stage as an integer table [operations, COLUMNS] that also says which operations form pairs.
-    The function raises the errors of `operations`.
+    """Return the order of a stage's operations as an integer table [operations, COLUMNS], which also says which
+    operations form pairs. The function raises the same errors as the function `operations`.
     """
     check_schedule(schedule, stages, chunks, micro_batches, parts)
     if not 0 <= stage < stages:
@@ -94,7 +94,7 @@ def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batch
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> None:
-    """Raise the same errors as `operations` for a schedule that does not exist or cannot run."""
+    """Raise the same errors as the function `operations` for a schedule that does not exist or cannot run."""
     if schedule not in _ORDERS:
         near = did_you_mean(schedule, list(_ORDERS))
         raise RecipeError(f"pipeline schedule {schedule!r}: the schedule must be one of {', '.join(_ORDERS)}{near}")
@@ -110,7 +110,9 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
 
 @lru_cache(maxsize=65536)
 def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
-    """Return whether `check_schedule` accepts a known schedule with sequences that are not split."""
+    """Return whether a known schedule can run with the given numbers of stages, chunks and micro-batches, without
+    splitting sequences.
+    """
     return _needs(schedule, stages, chunks, micro_batches, 1)[0]
 
 
@@ -156,7 +158,9 @@ def schedule_of(scheduler: str, chunks: int) -> str:
 
 
 def scheduler_of(schedule: str) -> str:
-    """Return the value of `pipeline_scheduler` for a schedule; this is the inverse of `schedule_of`."""
+    """Return the value of the recipe's key `pipeline_scheduler` for a schedule; this function is the inverse of
+    `schedule_of`.
+    """
     return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
 
 
@@ -202,7 +206,7 @@ def why_not(schedule: str) -> str:
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """Return the value that the key `pipeline_interleave` must have for a schedule. All schedulers except 1f1b need the
-    value True.
+    """Return the value that the key `pipeline_interleave` must have for a schedule. Every pipeline scheduler except
+    1f1b needs the value True.
     """
     return chunks > 1 or scheduler_of(schedule) != "1f1b"

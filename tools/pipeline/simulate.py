@@ -1,5 +1,5 @@
-"""This module simulates a pipeline schedule. The result is the time of a step, idle times, the memory of each stage
-over time, and a picture.
+"""This module simulates a pipeline schedule. The result of a simulation is the step time, the idle times, the memory of
+each stage over time, and a picture.
 
 The simulation follows these rules:
 * a stage runs its operations one after another in the schedule's order, each operation as soon as its inputs are
@@ -67,8 +67,8 @@ class Durations:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A `Simulation` holds the simulated time of a step, and for each stage the total time of its work and its
-    operations with start and end.
+    """A `Simulation` holds the simulated time of a step, the busy time of each stage, and the start and the end of each
+    operation.
     """
 
     makespan: float
@@ -107,8 +107,8 @@ def simulate(
 
 
 def simulate_timetable(table: Timetable, durations: Durations | Sequence[Durations]) -> Simulation:
-    """Simulate one step of given orders (see `tools.pipeline.timetable.lay_out`). The argument `durations` is the same
-    as that of `simulate`.
+    """Simulate one step of a pipeline whose stages run their operations in the given orders (see
+    `tools.pipeline.timetable.lay_out`). The argument `durations` has the same form as in the function `simulate`.
 
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
@@ -132,8 +132,8 @@ def simulate_timetable(table: Timetable, durations: Durations | Sequence[Duratio
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the idle time of a stage (the bubble) for equal stages, in units of the time of one micro-batch on a
-    stage; for 1F1B it is (p - 1) / v.
+    """Return the idle time of a stage (the bubble) for equal stages, divided by the time of one micro-batch on a stage.
+    For 1F1B the bubble is (p - 1) / v for p stages with v chunks each.
 
     A forward pass, the input gradients and the weight gradients are assumed to take equal times, and transfers no time.
     """
@@ -167,8 +167,8 @@ def makespans(
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
-    """Return the durations as one vector, which the numbers in `Timetable.work` index: first the durations of
-    operations, then 0 for idle places, then the durations of pairs.
+    """Return the durations of operations, 0 for idle places, and the durations of pairs as one vector. The numbers in
+    `Timetable.work` are indices into the returned vector.
     """
     given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
     of_parts = (parts, *np.shape(durations.forward)[-2:])
@@ -229,7 +229,7 @@ def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
     """Return a smaller number of micro-batches with which a step needs as much memory as with `micro_batches`
-    micro-batches; both may be arrays.
+    micro-batches. The argument and the result may be arrays.
 
     Most schedules add the micro-batches that do not fill a round to the first round, and all later rounds repeat the
     second round. GPipe has only one round; seqpipe, seqvpp and seqsmartvpp distribute the remaining micro-batches over
@@ -242,7 +242,8 @@ def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
     """Return how many micro-batches of each chunk are in flight at the moments at which a stage may need the most
-    memory, [moments, chunks]: the rows of `in_flight` without the rows that another row exceeds in every chunk.
+    memory, as an array [moments, chunks]. The result consists of the rows of `in_flight` that no other row exceeds in
+    every chunk.
 
     However large the activations of each chunk are, the peak memory of the stage occurs at one of these moments;
     therefore a solver's memory is exact if it has a constraint for each of them.
@@ -259,7 +260,7 @@ def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: i
 
 def stage_peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return how many micro-batches of each chunk are in flight at the moments at which a stage may need the most
-    memory, [moments, chunks]. Only as many micro-batches are counted as are needed to reach the peak.
+    memory, [moments, chunks]. The function simulates only as many micro-batches as are needed to reach the peak memory.
     """
     return _peaks(schedule, stage, stages, chunks, int(enough(schedule, stages, micro_batches)))
 

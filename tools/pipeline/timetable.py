@@ -1,5 +1,5 @@
-"""This module turns a pipeline schedule into a timetable whose rows (levels) hold one operation of each stage, so that
-NumPy can simulate all stages and many plans together.
+"""This module converts a pipeline schedule to a timetable for simulation with NumPy. Each row (level) of the timetable
+holds one operation of each stage, so that all stages and many plans are simulated together.
 
 The level of an operation is the length of the longest chain of operations that must come before it. A stage has at most
 one operation, or one pair, on a level, and operations of one level never wait for each other; therefore the simulation
@@ -35,9 +35,9 @@ PAIR = 3  # in `Timetable.paired`
 
 @dataclass(frozen=True)
 class Timetable:
-    """A `Timetable` holds the operations of a pipeline schedule as a table [levels, stages], in which each operation
-    stands on a later level than the operations that it waits for. Places of the table without an operation take no
-    time. In the description of a timetable's arrays, C stands for parts x chunks x stages.
+    """A `Timetable` holds the operations of a pipeline schedule as a table [levels, stages]. Each operation stands on a
+    later level than the operations for which it waits. Places of the table without an operation take no time. In the
+    description of a timetable's arrays, C stands for parts x chunks x stages.
 
     A pair (a forward and a backward pass that run together) takes one place of the timetable.
 
@@ -73,8 +73,8 @@ class Timetable:
 
     @cached_property
     def micro_batches(self) -> np.ndarray:
-        """Return the number of each operation's micro-batch, [levels, stages]. A pair has the number of its backward
-        pass's micro-batch, and an idle place has 0.
+        """Return the number of each operation's micro-batch, [levels, stages]. The number for a pair is the micro-batch
+        of its backward pass, and the number for an idle place is 0.
         """
         found = np.zeros(self.work.shape, int)
         for stage, (levels, table) in enumerate(zip(self.places, self.tables, strict=True)):
@@ -84,7 +84,9 @@ class Timetable:
 
 @lru_cache(maxsize=32)
 def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
-    """Return the timetable of a schedule. The function raises the errors of `tools.pipeline.schedules.operations`."""
+    """Return the timetable of a schedule. The function raises the same errors as
+    `tools.pipeline.schedules.operations`.
+    """
     tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
     return lay_out(tables, chunks, shape_of(schedule))
 
@@ -129,8 +131,8 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each operation the index of the forward result of its micro-batch on a neighbouring chunk (-1
-        without a neighbour), and whether this chunk is on another stage.
+        """Return for each operation the index of its micro-batch's forward pass in a neighbouring chunk (-1 if there is
+        no such chunk), and whether this chunk is on another stage.
         """
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]
@@ -249,8 +251,8 @@ def _table(
 def play(
     table: Timetable, costs: Iterable[np.ndarray], plans: tuple[int, ...] = (), lags: Sequence[np.ndarray] = ()
 ) -> np.ndarray:
-    """Return the time at which each stage finishes its operation on each level of a timetable, [levels + 1, stages,
-    *plans].
+    """Simulate a timetable: return the time at which each stage finishes the operation on each level, as an array
+    [levels + 1, stages, *plans].
 
     Args:
         costs: for each level the times of its operations, [stages, *plans].
@@ -274,7 +276,7 @@ def play(
 
 def critical_path(table: Timetable, times: np.ndarray, sending: float = 0.0) -> tuple[float, np.ndarray]:
     """Return the step time, and how often the critical path (the longest chain of operations) runs the forward pass and
-    the backward pass of each chunk. The counts, called visits, have the shape of the argument `times`.
+    the backward pass of each chunk. The array of counts has the shape of the argument `times`.
 
     `times` is [2, C] with the forward and backward times of the chunks at chunk * stages + stage, or [3, C] for
     schedules that split backward passes, with the weight gradients (a part of the backward times) in the third row. The

@@ -45,7 +45,7 @@ _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
 def interruptibly(work: Callable[[], Result]) -> Result:
-    """Run the function `work` in a thread and return its result, so that Ctrl-C ends the wait immediately even if
+    """Run the function `work` in a thread, and return the result of `work`. Ctrl-C ends the wait immediately, even if
     `work` stays in C code for minutes.
 
     The function `work` goes on until the process ends, so it must not write files. `work` must release Python's global
@@ -87,9 +87,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 @contextmanager
 def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
-    """While the block runs, append the signals that this process receives to the list `received`, instead of ending the
-    process.
-    """
+    """While the `with` block runs, signals do not end this process, but are appended to the list `received`."""
     with ExitStack() as handlers:
         for number in numbers:
             handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
@@ -98,7 +96,7 @@ def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block, which should take only milliseconds."""
+    """Delay Ctrl-C and SIGTERM until the end of the `with` block, which should take only milliseconds."""
     arrived: list[int] = []
     try:
         with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
@@ -110,8 +108,8 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from the child processes that the block starts, so that only this process receives it. SIGTERM still
-    ends the child processes that the block starts.
+    """While the `with` block runs, start child processes so that Ctrl-C reaches only this process, and not the child
+    processes. SIGTERM still ends the child processes that the `with` block starts.
 
     The child processes inherit a blocked SIGINT. Python's signal handlers are not inherited, and if this process
     ignored SIGINT, a Ctrl-C during the block would be lost.
@@ -126,7 +124,9 @@ def deaf_children() -> Iterator[None]:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM end the block as Ctrl-C would, so that every `with` and `finally` cleans up."""
+    """Make SIGTERM raise KeyboardInterrupt in the `with` block as Ctrl-C does, so that every `with` and `finally`
+    cleans up.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -137,8 +137,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Install `handler` for a signal while the block runs; outside the main thread, where Python allows no handlers, do
-    nothing.
+    """Handle a signal with the function `handler` while the `with` block runs. Outside the main thread, where Python
+    allows no signal handlers, do nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -154,7 +154,8 @@ GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
 
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. `options` are passed to Popen.
+    """Run `command` until it ends, like `subprocess.run(..., text=True, check=False)`. The keyword arguments `options`
+    are passed to `subprocess.Popen`.
 
     On Ctrl-C or SIGTERM the child process ends first, by SIGTERM, and by SIGKILL if SIGTERM does not suffice.
 
@@ -168,9 +169,9 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
 
 @contextmanager
 def child(command: Sequence[str], grace: float = 0.0, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process that ends at the latest when the `with` block ends. If `grace` seconds are given, the process
-    first receives SIGTERM and has this time to end; then `kill` ends it. All processes that the started process has
-    itself started are ended, too.
+    """Start a process that ends at the latest when the `with` block ends. If `grace` is given, the process first
+    receives SIGTERM, and SIGKILL if it has not ended after `grace` seconds. The child processes of the started process
+    are ended, too.
 
     After a second Ctrl-C, `kill` ends the process at once. `options` are passed to Popen. Raises OSError if the process
     cannot be started.
@@ -199,7 +200,8 @@ def _end(process: subprocess.Popen[Any], grace: float) -> None:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """End a process by SIGKILL together with all processes that it has started, and with its session if it leads one.
+    """Kill a process and all processes that it has started; if the process leads a session, kill the whole session,
+    too.
 
     The function does nothing if the process has already been waited for, because another process may have received the
     same process id.
@@ -243,7 +245,7 @@ DEPTH = 3  # one being worked on, one waiting, one on its way back
 
 
 def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
-    """Yield ``make()(job)`` for every job, in the order of the jobs, computed by `workers` processes.
+    """Yield ``make()(job)`` for every job, in the order of the jobs; `workers` processes compute these results.
 
     make: builds the function once in each worker; `make` must be picklable (a function of a module or a
     `functools.partial`).
@@ -264,8 +266,8 @@ def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job]
 
 
 def end_with_parent() -> None:
-    """Make this process, which `multiprocessing` has started, end as soon as its parent process has ended, even by
-    SIGKILL.
+    """Make this process, which `multiprocessing` has started, end as soon as its parent process has ended, even if
+    SIGKILL ended the parent.
 
     The workers of a `ProcessPoolExecutor` need this function: each worker holds both ends of the queues, so that no
     worker notices the end of the parent, and the workers would wait for ever.

@@ -1,5 +1,5 @@
-"""This module reads the facts of a host: files below a root, the output of tools, names of hosts, and the tables of
-`npu-smi`.
+"""This module reads facts about a host: the content of its files, the output of its tools (such as `npu-smi`), and
+lists of host names.
 
 A recorded host is a folder with copies of some files of a host below `/` (`proc/cmdline`, `sys/bus/pci/...`), and with
 the outputs of tools in `outputs/`, each in a file that is named after the command line:
@@ -40,8 +40,8 @@ class Root:
 
     @property
     def live(self) -> bool:
-        """Return whether the files are those of the host on which this process runs, so that the host's tools can be
-        called.
+        """Return whether the files belong to the host on which this process runs, so that this process can call the
+        host's tools.
         """
         return self.path == Path("/")
 
@@ -64,7 +64,7 @@ class Root:
         return sorted("/" + str(path.relative_to(self.path)) for path in found)
 
     def has_tool(self, name: str) -> bool:
-        """Return whether a program of this name is installed on the host."""
+        """Return whether a program with the given name is installed on the host."""
         if self.live:
             return shutil.which(name) is not None
         return any(
@@ -72,7 +72,7 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """Return the output of a tool; None if the tool is missing, fails or takes more than half a minute.
+        """Return the output of a tool; return None if the tool is missing, fails or takes more than half a minute.
 
         Each tool runs only once, because some tools take a second and many checks read the same output. A tool that
         hung is not started again.
@@ -112,7 +112,7 @@ MOST = 1 << 17  # more than any host has cores, and than there are ports
 
 
 def expand(text: str) -> list[int]:
-    """Return the numbers in a list as Linux writes it, in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
+    """Return the numbers in a Linux list of cores, in the written order: ``"0-3,8"`` gives [0, 1, 2, 3, 8].
 
     Raises:
         ValueError: the text holds something other than numbers and ranges, or more numbers than any host has.
@@ -128,7 +128,7 @@ def expand(text: str) -> list[int]:
 
 
 def compress(cores: Iterable[int]) -> str:
-    """Return numbers in the form of Linux's lists of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
+    """Return core numbers as a Linux list of cores: [0, 1, 2, 3, 8] gives ``"0-3,8"``."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][1] + 1:
@@ -214,8 +214,8 @@ _CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
 
 @dataclass(frozen=True)
 class Chip:
-    """A `Chip` is one device of `npu-smi info`: its number for programs, its card, its name, its health in the words of
-    npu-smi, and its PCI address or "".
+    """A `Chip` is one device of `npu-smi info`: its device number, its card, its name, its health as npu-smi reports
+    it, and its PCI address (or "").
     """
 
     device: int
@@ -256,8 +256,8 @@ def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
 
 
 def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
-    """Return (card, process id, name) of each row in the table of processes of `npu-smi info`; None if the table has an
-    unknown form.
+    """Return (card, process id, name) of each row in the table of processes of `npu-smi info`; return None if the table
+    has an unknown form.
     """
     rows = list(_table(text, "Process id"))
     found = []

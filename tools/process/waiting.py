@@ -20,8 +20,8 @@ AGAIN = 120.0  # seconds until words that have not changed are said again
 
 @contextmanager
 def meanwhile(what: Callable[[], object], first: float, every: float) -> Iterator[None]:
-    """Call the function `what` again and again while the block runs: first after `first` seconds, then every `every`
-    seconds.
+    """Call the function `what` repeatedly while the `with` block runs: first after `first` seconds, and then every
+    `every` seconds.
 
     A separate thread calls the function, also while the work stays in C code for minutes. The end of the block waits
     for a call in progress.
@@ -49,8 +49,8 @@ def _print(line: str) -> None:
 
 
 def saying(what: str, after: float | None = None) -> AbstractContextManager[None]:
-    """While the block runs, print a line such as ``WHAT (22 s so far)`` on stderr after two seconds (or after `after`
-    seconds), and then every 15 seconds.
+    """While the `with` block runs, print a line such as ``WHAT (22 s so far)`` on stderr after two seconds (or after
+    `after` seconds), and then every 15 seconds.
 
     This function serves work that cannot report its progress.
     """
@@ -97,8 +97,8 @@ Shown = TypeVar("Shown", bound=_OnStderr)
 
 
 class Progressing(_OnStderr):
-    """A `Progressing` shows a text that can change, and how much of the work (`total`) is done. Work that ends within
-    two seconds prints nothing.
+    """A `Progressing` shows the progress of long work: a text that can change, and how much of the work (`total`) is
+    done. Work that ends within two seconds prints nothing.
 
     If stderr is not a terminal, each text is printed once, and again only if it has not changed for two minutes.
 
@@ -137,15 +137,15 @@ class Reporter:
     """
 
     def log(self, message: str) -> None:
-        """Print nothing; a subclass prints this line of text."""
+        """Print nothing; subclasses of this class print the given line of text."""
 
     def start(self, label: str, total: int) -> None:
-        """Print nothing; a subclass begins a stage of the work with `total` bytes, where 0 means that the number is not
-        known.
+        """Print nothing; subclasses of this class begin to show a stage of the work with `total` bytes (0 if the number
+        is unknown).
         """
 
     def advance(self, amount: int) -> None:
-        """Print nothing; a subclass counts `amount` more bytes as done."""
+        """Print nothing; subclasses of this class show that `amount` more bytes are done."""
 
     def __enter__(self) -> Reporter:
         return self
@@ -162,8 +162,8 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """Return the progress as text, such as ``"encoding: 34%, 12 s"``. The percentage is left out if all input is
-        read and other work goes on.
+        """Return the progress as text, such as ``"encoding: 34%, 12 s"``. The percentage is left out if all input has
+        been read but the work has not ended.
         """
         share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"

@@ -196,7 +196,7 @@ def modelled(
     config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None, simulated: bool = True
 ) -> dict[str, float]:
     """Return the predicted seconds of each of the estimator's terms (such as matmul), which add up to the predicted
-    step. The seconds of recomputation are part of the term of the repeated work.
+    step. The seconds of recomputation are part of the term to which the recomputed operators belong.
 
     Args:
         stage: the pipeline stage whose step is predicted; None for the slowest stage.
@@ -225,7 +225,7 @@ def modelled(
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
     """Return the predicted seconds that all micro-batches of a step spend in one pipeline stage, by part (matmul,
-    attention, communication, ...) and with recomputation.
+    attention, communication, ...). The predicted seconds include recomputation.
     """
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
@@ -289,13 +289,15 @@ class Line:
 
     @property
     def gap(self) -> float | None:
-        """Return the measured minus the predicted seconds of the term; None if the measured seconds are not known."""
+        """Return the measured minus the predicted seconds of the term; return None if the measured seconds are not
+        known.
+        """
         return None if self.measured is None else self.measured - self.predicted
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If a
-    profile cannot separate the terms of the host's time, they are joined into one term.
+    """Return a comparison of predicted and measured seconds for each term of a step, the largest difference first. If
+    the profile does not separate the parts of the host's time, these parts are one term.
     """
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
@@ -308,8 +310,8 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """Return the predicted seconds of each of the estimator's terms (such as matmul), the largest first, for a measured
-    step of which only the total seconds are known.
+    """Return the predicted seconds of each term (such as matmul), the largest first. This function is used for measured
+    steps of which only the total time is known.
     """
     gap = seconds - sum(predicted.values())
     found = []
@@ -321,7 +323,9 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """Return a table with the predicted and measured seconds of each term of a step; its last row has their sums."""
+    """Return a table with the predicted and measured seconds of each term of a step (such as matmul), with the sums in
+    the last row.
+    """
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -345,8 +349,8 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """Return a sentence for each term whose measured and predicted seconds differ by more than a hundredth of the step,
-    the largest difference first, with advice where to look.
+    """Return a sentence with advice for each term (such as matmul) whose measured and predicted seconds differ by more
+    than 1 % of the step time, the largest difference first.
     """
     found = []
     for line in rows:

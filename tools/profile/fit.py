@@ -1,5 +1,6 @@
 """This module fits the estimator's efficiencies to one profiled step, and makes a cluster file with the fitted
-efficiencies. Each efficiency is fitted to the seconds of the parts of the step (such as matmul) that depend on it.
+efficiencies. Each efficiency is fitted to the seconds of the parts of the step that depend on it (such as matmul for
+the efficiency of matrix products).
 
 1. *operators*: fit the dependence of a matmul's speed on its smallest dimension, from the shapes and the relative
    speeds of the kernels;

@@ -1,5 +1,5 @@
-"""This module holds the kernels that MindSpore's profiler recorded, in the same form for every device, and finds for
-each kernel the estimator's term to which its time belongs.
+"""This module describes the kernels that MindSpore's profiler recorded, in the same form for every device. The module
+assigns the time of each kernel to a term of the estimator, such as matmul or attention.
 
 All times are in seconds. Shapes are those that the profiler recorded, one tuple for each tensor; () if the profiler did
 not record them.
@@ -27,7 +27,7 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Kernel:
     """A `Kernel` is one execution of an operator that the profiler recorded. In a profile without a time line, a
-    `Kernel` stands for all executions of its kind.
+    `Kernel` stands for all executions of one operator.
 
     Args:
         name: the name of the operator, with the framework's scope if the profiler knows it
@@ -189,7 +189,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 def expanded(kernel: Kernel) -> bool:
     """Return whether the graph compiler made the kernel by expanding an operator into several operators. The scope of a
-    kernel from an expansion does not name the cell (module) of the model to which the kernel belongs.
+    kernel from an expanded operator does not name the module of the model to which the kernel belongs.
     """
     return kernel.name.startswith("Expand/")
 

@@ -1,5 +1,5 @@
 """This module finds and reads a profile in a folder, in any of the formats of MindSpore's profiler. The module also
-checks whether the steps of the profile took similarly long.
+checks whether all steps of the profile have similar lengths.
 
 The profile of an Ascend device consists of the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md):
 
@@ -54,8 +54,8 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """Return notes about steps of unequal lengths; return () if the lengths are alike, or if the profile has fewer than
-    two steps.
+    """Return notes about steps of unequal lengths; return () if all steps have similar lengths, or if the profile has
+    fewer than two steps.
 
     Args:
         lengths: the seconds of each step.
@@ -376,8 +376,8 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """Return the profile in a folder or below it. If the folder has profiles of several ranks, return that of the
-    lowest rank.
+    """Return the profile in a folder or below it. If the folder has profiles of several ranks, return the profile of
+    the lowest rank.
 
     Args:
         steps: the number of steps in the profile, if its files do not tell steps apart.

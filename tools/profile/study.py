@@ -1,5 +1,5 @@
-"""This module compares a profile with the recipe that it is said to belong to, and refuses a profile of another
-recipe's run.
+"""This module checks that a profile belongs to a run of the given recipe, and compares the profiled step with the
+predicted step.
 
 The layers, the number of attention kernels and the FLOPs of matmuls in the profile must agree with the recipe.
 """

@@ -1,5 +1,5 @@
-"""This module holds the rules that say how the result of an attention operator is distributed over the ranks, for each
-layout of its arguments.
+"""This module says how the result of an attention operator is distributed over the ranks, for each layout of the
+operator's arguments (queries, keys and values).
 
 The batch, the heads, and the sequence of the queries may be cut over ranks; keys and values have the whole sequence. A
 rank that has a part of the queries needs the position at which this part begins. MindSpore passes this position in two

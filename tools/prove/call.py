@@ -1,5 +1,5 @@
-"""This module defines a `Call`, the argument of the rules in `tools.prove.rules`: an operator, with the spread of each
-of its inputs (how the input is distributed over the ranks).
+"""This module defines the class `Call`: an operator of the graph, with the spread of each input (how the input is
+distributed over the ranks). A `Call` is the argument of the rules in `tools.prove.rules`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tools.dryrun.graph_text import Node, TensorType, listed
+from tools.dryrun.graph_text import Node, TensorType, arguments_of, listed
 from tools.prove import moves, places
 from tools.prove.places import TRIED
 from tools.prove.spread import Alike, Certain, Dim, NotKnown, Spread, Zeros, placements, plain
 
+WAITS = frozenset(("UpdateState",))  # operators without a value
+_SUMS = ("ReduceMean", "ReduceSum", "MeanExt", "SumExt")
 _STRATEGY = re.compile(r"in_strategy: \((.*?\))\)")  # of each argument, over how many ranks each dimension is cut
 
 
 @dataclass(frozen=True)
 class Part:
-    """A `Part` is one of the parts into which a rank splits a dimension of a value; the parts may have equal or unequal
-    sizes.
-    """
+    """A `Part` is one of the parts (of equal or unequal sizes) into which a rank splits a dimension of a tensor."""
 
     whole: Spread
     axis: int
@@ -33,7 +33,7 @@ class Part:
 
     @property
     def spread(self) -> Spread:
-        """Return how this part of the split value is distributed over the ranks (its spread)."""
+        """Return how this part of a split value is distributed over the ranks (its spread)."""
         return places.wherever(lambda x: moves.split(x, self.axis, self.sizes)[self.number], self.whole)
 
 
@@ -43,8 +43,8 @@ Value = Any
 
 @dataclass(frozen=True)
 class Order:
-    """An `Order` stands for integers that routing decides at run time: an order of rows, or the number of rows for each
-    expert or rank.
+    """An `Order` stands for integers that expert routing computes at run time: an order of token rows, or the number of
+    rows for each expert or rank.
 
     Args:
         key: the source of the integers (see `tools.prove.experts`); equal keys mean equal integers on each rank.
@@ -94,8 +94,8 @@ class Call:
         return value
 
     def in_its_layout(self, place: int) -> Spread:
-        """Return the spread of an argument after its loose pieces (pieces of cut tensors whose dimension is not known
-        yet) are placed in the dimensions that MindSpore's layout of the operator (`in_strategy`) cuts. If the layout is
+        """Place the loose pieces of an argument (pieces whose dimension is not known yet) in the dimensions that
+        MindSpore's layout of the operator (`in_strategy`) cuts, and return the argument's spread. If the layout is
         unknown or fits several placements, return the spread unchanged.
         """
         x, text = self.spread(place), _STRATEGY.search(self.node.text)
@@ -110,8 +110,8 @@ class Call:
         return replace(fit[0], loose=frozenset()) if len({each.dims for each in fit}) == 1 else x
 
     def states_another_cut(self, place: int) -> bool:
-        """Return whether MindSpore's layout of the operator (`in_strategy`) cuts the argument number `place` in another
-        way than its spread.
+        """Return whether MindSpore's layout of the operator (`in_strategy`) contradicts the spread of the argument
+        number `place`.
         """
         dims, text = self.spread(place).dims, _STRATEGY.search(self.node.text)
         wanted = re.findall(r"\(([\d, ]*)\)", text[1])[place : place + 1] if text else []
@@ -141,13 +141,15 @@ class Call:
             raise NotKnown("there is a rule only for collectives that add")
 
     def shifts(self) -> frozenset[str]:
-        """Return the axes of the device mesh along which any constant argument of the operator has different values."""
+        """Return the axes of the device mesh along which a constant argument of the operator differs from rank to
+        rank.
+        """
         return frozenset().union(*self.differs.values())
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
-        """Return the axes of the device mesh along which a constant argument has different values, outermost first. The
-        constant must be the index at which the rank's own piece of a cut dimension starts, with the pieces in the order
-        of the ranks.
+        """Return the axes of the device mesh along which a constant argument differs from rank to rank, outermost
+        first. The constant must be the index at which the rank's own piece of a cut dimension starts. The ranks' pieces
+        must lie in the order of the ranks.
 
         Args:
             key: a key of `differs`.
@@ -176,8 +178,8 @@ class Call:
         return axes
 
     def pieces_in_rank_order(self, key: tuple[int, int], size: int = 0) -> frozenset[str]:
-        """Return the axes that `own_pieces` returns; raise an error unless the pieces lie in the order of the device
-        mesh, in which the axis whose ranks lie farthest apart is the outermost one.
+        """Return the axes that `own_pieces` returns, and raise an error unless the pieces lie in the order of the
+        device mesh. In the order of the device mesh, the outermost axis is the axis whose ranks lie farthest apart.
 
         Raises:
             Certain: as for `own_pieces`. NotKnown: as for `own_pieces`, or the pieces follow each other in another
@@ -209,6 +211,40 @@ def literal(text: str) -> Value:
     if text[:1] in "([" and text:
         return tuple(literal(part) for part in listed(text[1:-1]) if part)
     return None
+
+
+def operands_of(node: Node) -> Sequence[int]:
+    """Return the operators whose results an operator uses, without the operators for which it only waits."""
+    if node.op == "Depend":
+        return () if node.value is None else (node.value,)
+    return () if node.op in (*WAITS, "Receive") else node.operands
+
+
+def is_only_averaged(nodes: Sequence[Node], number: int) -> bool:
+    """Return whether an AllGather takes one element of dimension 0 from each rank, and all operators that use its
+    result only add these elements up or average them. The order of the ranks in its group then does not matter.
+    """
+    gather, todo, summed = nodes[number], [number], False
+    if not gather.inputs or gather.inputs[0].shape[:1] != (1,):
+        return False
+    while todo:
+        own = todo.pop()
+        shape = nodes[own].outputs[0].shape
+        place = next((at for at, size in enumerate(shape) if size != 1), 0)
+        for user, node in enumerate(nodes):
+            if own not in operands_of(node):
+                continue
+            if node.op in ("Reshape", "Depend"):
+                sizes = [size for size in node.outputs[0].shape if size != 1]
+                if sizes != [size for size in shape if size != 1]:
+                    return False
+                todo.append(user)
+                continue
+            over = literal(arguments_of(node.head)[1]) if node.op in _SUMS else ()
+            if place not in (over if isinstance(over, tuple) else (over,)):
+                return False
+            summed = True
+    return summed
 
 
 class Rule(NamedTuple):

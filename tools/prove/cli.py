@@ -49,7 +49,7 @@ _SHOWN = 10  # problems that are printed; --json has all
 
 @click.command("prove", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of each kind of stage.")
+@click.option("--quick", is_flag=True, help="Compile each kind of layer once instead of whole pipeline stages.")
 @overrides_option
 @jobs_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -80,8 +80,8 @@ def prove(recipe: Path, quick: bool, overrides: tuple[str, ...], jobs: int | Non
 
 
 def require_collectives(recipe: Recipe) -> None:
-    """Raise an error for a recipe whose compiled graphs have no collectives, because then nothing can be proven about
-    sums over ranks.
+    """Raise an error for a recipe whose compiled graphs have no collectives, because nothing can be proven about sums
+    over ranks without collectives.
 
     Raises:
         RecipeError: the recipe trains on the CPU backend.
@@ -103,9 +103,10 @@ def proof_of(
     as_json: bool = False,
 ) -> dict[str, Any]:
     """Return, as values fit for JSON, which gradients of a compiled recipe are proven to be right. For each compiled
-    rank, its neighbours along each axis of the device mesh and the last rank along all axes are compiled too, and in
-    every graph it is found how each value is distributed over the ranks. If a constant in the graphs (such as the start
-    of a slice) does not grow evenly from rank to rank along an axis, the axis is divided into smaller axes.
+    rank, the function also compiles its neighbours along each axis of the device mesh, and the last rank along all
+    axes. In the compiled graphs, the function finds how each value is distributed over the ranks. An axis is divided
+    into smaller axes if a constant in the graphs (such as the start of a slice) does not grow evenly from rank to rank
+    along the axis.
 
     Args:
         recipe: the recipe that was compiled.
@@ -154,8 +155,8 @@ def read_compiled(
     use_cache: bool = True,
     as_json: bool = False,
 ) -> Compiled:
-    """Compile the neighbours of a plan's ranks on the device mesh, and return all graphs with what is proven about
-    their gradients. The arguments and the error are those of `proof_of`.
+    """Compile the neighbours (on the device mesh) of the ranks in a plan. Return all graphs with the proofs about their
+    gradients. The arguments and the errors are the same as for `proof_of`.
     """
     graphs = [read_graph(text_of(job)) for job in plan.jobs]
     small = View(plan.jobs[0].recipe)
@@ -164,8 +165,8 @@ def read_compiled(
         mesh = mesh_for(results, graphs, degrees)
     except NotKnown as error:
         raise RecipeError(
-            f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks the sums of gradients without a "
-            "proof"
+            f"{recipe.source}: {error}, so nothing can be proven; `tc3 dryrun` checks without a proof how gradients "
+            "are summed over ranks"
         ) from None
     micro_batches = plan.micro_batches * small.accumulation
     scales = scale_faults(results, micro_batches, mesh.devices)

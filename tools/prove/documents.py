@@ -1,5 +1,6 @@
-"""This module traces the document ends that attention in the layout TND receives back to their source, and checks them
-if the sequence of the queries is cut over ranks.
+"""This module finds how the document ends (the cumulative lengths for attention in the layout TND) are computed in the
+graph. If the queries are cut over ranks along the sequence, the module checks that the document ends fit the rank's own
+piece.
 
 In this case a rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element
 by element and with constants that differ by rank, the ends of the documents among the rank's queries and among its
@@ -94,8 +95,8 @@ def _own_entry(x: Spread) -> Dim:
 
 
 def entry(call: Call) -> Spread | None:
-    """Return how a single entry of a list of integers is distributed over the ranks (its spread) if each rank takes the
-    entry from its own list; return None if the operator does not take such an entry.
+    """Return how a single entry of a list of integers is distributed over the ranks (its spread), if each rank takes
+    the entry from its own list. Return None if the operator does not take an entry from a list.
     """
     x, place = call.spread(0), _place(call)
     if len(x.dims) != 1 or place is None or not call.counts or call.values[2] != 0 or call.outputs[0].shape != (1,):
@@ -160,7 +161,7 @@ def _computed(formula: Any, ends: np.ndarray, place: Mapping[str, int]) -> Any:
 def check_ends(
     queries: Spread, keys: Spread, over: Sequence[str], piece: int, whole: int, sizes: Mapping[str, int]
 ) -> None:
-    """Raise an error if the document ends that attention receives are not those within the rank's own piece of the
+    """Raise an error unless the document ends that attention receives are the ends within the rank's own piece of the
     queries.
 
     Args:

@@ -1,4 +1,5 @@
-"""This module finds contradictions that remain in whichever dimensions the loose pieces of a graph lie.
+"""This module finds contradictions in a graph that remain for every possible placement of its loose pieces (pieces of
+cut tensors whose dimension is not known yet).
 
 If an operator does not allow the spreads of its arguments, but these have loose pieces (pieces of cut tensors whose
 dimension is not known yet), another place of these pieces might make the arguments right. `remains` then types the
@@ -23,8 +24,8 @@ Settled = Mapping[tuple[str, int], tuple[Dim, ...]]  # graph and operator -> the
 
 
 def remains(typing: Typing, evaluate: Callable[[Typing], object]) -> Failure | None:
-    """Return a failure of a typing that is a contradiction in whichever dimensions its loose pieces lie; None if some
-    places may be right, or if there are too many places to try.
+    """Return a failure that is a contradiction for every possible placement of the graph's loose pieces (pieces whose
+    dimension is not known yet). Return None if a placement may be right, or if there are too many placements to try.
 
     Args:
         evaluate: a function that asks a typing for all values that count.
@@ -64,9 +65,10 @@ def _everywhere(
 
 
 def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequence[tuple[Dim, ...]]]:
-    """Return the first operator (graph and number) on the way to a failure whose result has loose pieces over the axes
-    of the failure, and the dimensions of this result for each place in which these pieces may lie. There are no
-    dimensions if this operator is not a Reshape of a known value without loose pieces.
+    """Return the first operator before a failure whose result has loose pieces (pieces whose dimension is not known
+    yet) over the axes of the failure. Return also the dimensions of the operator's result for each possible placement
+    of its loose pieces. The dimensions are empty unless the operator is a Reshape of a known value without loose
+    pieces.
     """
     frame = next(
         each for each in typing.frames if each.name == failure.graph and each.values.get(failure.number) == failure

@@ -1,5 +1,5 @@
-"""This module holds the rules for operators of expert routing: the router, the exchange of tokens between ranks and the
-matrix products of the experts.
+"""This module says how the results of MoE operators are distributed over the ranks. The covered operators are those of
+the router, of the token exchange between ranks, and of the experts' matrix products.
 
 The data decide which token goes to which expert, so the compiled graph does not show the rank of a token. A dispatched
 dimension is a `Rows`: all tokens of its mesh axes in an unknown order, and the `path` of steps that produced this
@@ -41,7 +41,7 @@ from tools.prove.tokens import dispatched, rows_in
 
 def counts(x: Spread, number: int) -> Order | None:
     """Return the number of tokens of each expert, which MindFormers computes by adding up one-hot rows, as an `Order`
-    (integers that routing decides). Return None if the tokens stay on their ranks.
+    (integers that expert routing computes). Return None if the tokens are not dispatched to other ranks.
     """
     leave = any((found := rows_in(dim)) and found[1].path[-1][0] in ("pad", "gather") for dim in x.dims)
     return Order(("counts", number)) if leave else None
@@ -88,8 +88,8 @@ def _pop(x: Spread, kind: str, key: Any, why: str, count: int = 0) -> Spread:
 
 
 def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread | None:
-    """Return how dispatched rows are distributed over the ranks after every rank has gathered them along some axes of
-    the mesh; return None if dimension 0 of the value has no dispatched rows.
+    """Return how dispatched token rows are distributed over the ranks after an AllGather along some axes of the mesh;
+    return None if dimension 0 of the tensor holds no dispatched rows.
     """
     if not x.dims or (found := dispatched(x.dims[0])) is None or found[0] == 0:
         return None
@@ -103,8 +103,8 @@ def gathered(x: Spread, axes: Sequence[str], sizes: Mapping[str, int]) -> Spread
 
 
 def scattered(x: Spread, axes: Sequence[str]) -> Spread | None:
-    """Return how rows are distributed over the ranks after a ReduceScatter over the ranks that had gathered the rows.
-    Return None if dimension 0 of the value holds no rows that were dispatched to experts.
+    """Return how token rows are distributed over the ranks after a ReduceScatter over the ranks that had gathered these
+    rows. Return None if dimension 0 of the value holds no rows that were dispatched to experts.
     """
     if not x.dims or dispatched(x.dims[0]) is None:
         return None
@@ -220,8 +220,8 @@ def _exchange_counts(call: Call) -> Value:
 
 
 def exchange_over(x: Spread, axes: tuple[str, ...], split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after an AllToAll over several axes of the mesh,
-    which count as one axis: their pieces must follow each other in one dimension.
+    """Return how a value is distributed over the ranks (its spread) after an AllToAll over several axes of the mesh.
+    The pieces along the exchanged axes must follow each other in one dimension, so that the axes count as one axis.
 
     Args:
         axes: the axes of the group, outermost first. split, join: the dimensions that are split and joined.
@@ -294,8 +294,8 @@ def _grouped(call: Call) -> Value:
 
 
 def ways(rows: Rows) -> tuple[tuple[str, ...], ...]:
-    """Return for each exchange of a token dispatch the axes of the device mesh over which it has sent rows to the ranks
-    of their experts.
+    """Return for each exchange of a token dispatch the axes of the device mesh over which the exchange has sent token
+    rows to their experts.
     """
     return tuple(step[1][0] for step in rows.path if step[0] in ("exchange", "pick"))
 

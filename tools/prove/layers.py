@@ -1,5 +1,5 @@
-"""This module holds the rules that say how the results of a layer's norms and gated activations are distributed over
-the ranks.
+"""This module says how the results of norms and gated activations are distributed over the ranks, from the distribution
+of their inputs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""This module finds the axes of the device mesh of a pipeline stage: the mesh has as few axes as possible, but every
-communication group of the graph and every layout is a product of axes.
+"""This module finds the device mesh of a pipeline stage from its compiled graph. The mesh has as few axes as possible,
+and every communication group of the graph spans some of these axes completely.
 
 Redistribution of tensors sums or gathers over a part of the data-parallel or tensor-parallel ranks; therefore data
 parallelism may be two axes of the mesh, `dp.1` (whose ranks are closer to each other) and `dp.2`.
@@ -75,9 +75,9 @@ class Mesh:
         return {axis: rank % self.devices // far % self.sizes[axis] for axis, far in self.strides.items()}
 
     def neighbours(self, rank: int) -> dict[str, int]:
-        """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis or, if there is none,
-        the rank before it. The key `FAR` holds the rank at the other end of every axis (the last rank, or the first one
-        if the rank itself is the last), unless it is one of the neighbours.
+        """Return for each axis of the mesh a neighbour of the rank: the next rank along the axis, or the previous rank
+        if the rank is the last. The key `FAR` of the result holds the rank at the other end of all axes, unless this
+        rank is one of the neighbours.
         """
         found, end = {}, rank
         for axis, place in self.places(rank).items():
@@ -87,8 +87,8 @@ class Mesh:
         return found if end in (rank, *found.values()) else {**found, FAR: end}
 
     def over(self, stride: int, count: int) -> tuple[str, ...]:
-        """Return the axes of the device mesh that together contain `count` ranks, each of them `stride` ranks after the
-        previous one; the outermost axis comes first.
+        """Return the axes of the device mesh that together contain `count` ranks, each `stride` ranks after the
+        previous rank; the outermost axis comes first.
         """
         found = [axis for axis, own in self.strides.items() if stride <= own < stride * count]
         if math.prod(self.sizes[axis] for axis in found) != count:
@@ -96,8 +96,8 @@ class Mesh:
         return tuple(reversed(found))
 
     def of_group(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes of the mesh that make up a communication group; the last of them is the axis along which
-        neighbouring ranks of the group lie.
+        """Return the axes of the mesh that make up a communication group. Neighbouring ranks of the group lie along the
+        last axis of the result.
         """
         if list(ranks) != sorted(ranks):
             raise NotKnown(f"the ranks of a group are not in order: {tuple(ranks)[:4]} ...")
@@ -127,13 +127,14 @@ class Mesh:
 
 
 def smallest_factor(size: int) -> int:
-    """Return the smallest prime factor of a number from 2 on."""
+    """Return the smallest prime factor of a number greater than 1."""
     return next(factor for factor in range(2, size + 1) if size % factor == 0)
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the ranks of a communication group as pairs (distance, count), the smallest distance first. For the ranks
-    0, 1, 4 and 5 the result is (1, 2) and (4, 2): 2 ranks at a distance of 1, and 2 such pairs at a distance of 4.
+    """Describe the ranks of a communication group by pairs (distance, count), the smallest distance first. For the
+    ranks 0, 1, 4 and 5 the result is (1, 2) and (4, 2): 2 ranks at a distance of 1, repeated 2 times at a distance of
+    4.
 
     Raises:
         NotKnown: the group cannot be written in this way.
@@ -182,8 +183,8 @@ def mesh_of(
 
 
 class Uneven(NamedTuple):
-    """An `Uneven` describes constants of an operator (such as the starts of slices) that do not grow evenly from rank
-    to rank: their values on the rank at the other end of every axis are not those that the neighbouring ranks imply.
+    """An `Uneven` describes constants of an operator (such as the starts of slices) that do not grow by equal steps
+    from rank to rank.
 
     Args:
         says: a sentence about the first of these constants.
@@ -241,9 +242,9 @@ class Peers:
         return found
 
     def unevenness(self, name: str, number: int) -> Uneven | None:
-        """Return a description of an operator's constants that do not grow evenly, so that their values on the last
-        rank along all axes are not those that the neighbouring ranks imply. Return None if all constants grow evenly,
-        or if the graph of the last rank is unknown.
+        """Return a description of an operator's constants (such as the starts of slices) that do not grow by equal
+        steps from rank to rank. Return None if all constants grow by equal steps, or if the graph of the last rank is
+        unknown.
 
         Texts that differ between neighbours are not compared, because no rule computes with them.
 
@@ -306,8 +307,8 @@ class Peers:
         return other
 
     def counterpart(self, axis: str, place: int, number: int, node: Node) -> Node:
-        """Return the operator of a neighbouring rank's graph that corresponds to an operator: it has the same position
-        among the operators of the same kind and scope.
+        """Return the operator of a neighbouring rank's graph that corresponds to a given operator. Operators correspond
+        if they have the same position among the operators of the same kind and scope.
         """
         own, other = (self._index(which, place)[_kind(node)] for which in ("", axis))
         if len(own) != len(other):

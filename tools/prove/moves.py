@@ -1,5 +1,5 @@
-"""This module computes how a value is distributed over the ranks (its `tools.prove.spread.Spread`) after an operator
-that changes its shape, adds up dimensions or joins and splits them, and after a collective.
+"""This module computes how a value is distributed over the ranks (its `tools.prove.spread.Spread`) after a collective,
+or after an operator that reshapes, reduces, splits or joins dimensions.
 """
 
 from __future__ import annotations
@@ -166,9 +166,8 @@ def _with_pieces(
 
 
 def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
-    """Return a spread with its dimensions replaced by `dims`, if each rank then holds the same elements as before;
-    otherwise return the spread unchanged. Pieces that change their dimension become loose (their dimension counts as
-    not known).
+    """Replace the dimensions of a spread by `dims` if each rank then holds the same elements as before, and return the
+    spread. Pieces that move to another dimension become loose (their dimension counts as unknown).
     """
     own, other = ([(atom, number) for number, dim in enumerate(each) for atom in dim] for each in (x.dims, dims))
     if [atom for atom, _ in own] != [atom for atom, _ in other] or x.shape != tuple(map(extent, dims)):
@@ -178,7 +177,7 @@ def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
 
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the sum of a value over dimensions `axes` (None: all) is distributed over ranks (its spread)."""
+    """Return the spread (the distribution over ranks) of the sum of a value over `axes` (None: all dimensions)."""
     require_home(x)
     if over := ", ".join(sorted(x.greatest)):
         raise refusal((x,), f"the maximum of only a rank's own piece over {over} is added up")
@@ -196,16 +195,16 @@ def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
 
 
 def reduce_mean(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the mean of a value over some dimensions is distributed over the ranks (its spread); if such a
-    dimension is cut, each rank divides by too few elements.
+    """Return how the mean of a value over some dimensions is distributed over the ranks (its spread); if one of these
+    dimensions is cut over ranks, each rank divides by too few elements.
     """
     found = reduce_sum(x, axes, keep)
     return scaled(found, found.partial - x.partial, 1)
 
 
 def reduce_largest(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if such a
-    dimension is cut, each rank finds the maximum of its own piece.
+    """Return how the maximum of a value over some dimensions is distributed over the ranks (its spread); if one of
+    these dimensions is cut over ranks, each rank finds the maximum of only its own piece.
     """
     by_element(x)
     found = reduce_sum(x, axes, keep)
@@ -226,8 +225,8 @@ def expand(x: Spread, axis: int) -> Spread:
 
 
 def tile(x: Spread, counts: Sequence[int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after each rank has repeated it along some
-    dimensions; a repeated dimension must not be cut.
+    """Return how a value is distributed over the ranks (its spread) after each rank has repeated its part along some
+    dimensions. A repeated dimension must not be cut over ranks.
     """
     require_home(x)
     dims = ((),) * (len(counts) - len(x.dims)) + x.dims
@@ -238,16 +237,14 @@ def tile(x: Spread, counts: Sequence[int]) -> Spread:
 
 
 def broadcast(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return a value's spread after each rank has repeated its part to the shape `shape`; a -1 keeps a dimension."""
+    """Return a value's spread over ranks after each rank has broadcast its part to `shape` (-1: unchanged)."""
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     counts = [1 if size in (-1, extent(dim)) else size for dim, size in zip(dims, shape, strict=True)]
     return tile(x, counts)
 
 
 def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
-    """Return for each part of a dimension how it is distributed over the ranks (its spread) after every rank has split
-    the dimension; the dimension must not be cut over ranks.
-    """
+    """Return the spread of each result of splitting a value along a dimension that is not cut over ranks."""
     require_home(x)
     axis %= len(x.dims)
     if any(not isinstance(atom, int) for atom in x.dims[axis]):
@@ -256,8 +253,8 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
 
 
 def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after dimension `axis` was split into equal parts
-    and these parts were joined along dimension `to`.
+    """Return how a value is distributed over the ranks (its spread) after each rank has split dimension `axis` into
+    equal parts and has joined these parts along dimension `to`.
 
     MindSpore moves pieces in this way: after a gather to the dimension to which they belong, and before a scatter to
     the first dimension.
@@ -304,8 +301,8 @@ def _at_home(block: Block, to: int) -> Block:
 
 
 def concat(given: Sequence[Spread], axis: int) -> Spread:
-    """Return how the result of joining values along a dimension is distributed over the ranks (its spread); this
-    dimension must be whole on each rank.
+    """Return how the concatenation of values along a dimension is distributed over the ranks (its spread). The
+    dimension of the concatenation must not be cut over ranks.
     """
     require_home(*given)
     both = frozenset[str]().union(*(x.partial for x in given))
@@ -341,8 +338,8 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after a sum over the ranks along some axes. If a
-    reshape to a vector has removed a cut dimension of one element, the ranks' pieces count as parts of the sum over
-    this dimension: with one sample on each rank, the gradient of a bias is summed in this way.
+    reshape to a vector has removed a dimension of one element that was cut over ranks, the ranks' pieces are added as
+    partial sums. The gradient of a bias is an example, if each rank has one sample.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})
@@ -355,8 +352,8 @@ def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def added_up(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return how a vector is distributed over the ranks if its pieces along some axes are treated as parts of a sum
-    over the dimension that these axes cut.
+    """Return how a vector is distributed over the ranks if the pieces of its dimension along some mesh axes are treated
+    as partial sums.
     """
     if not axes:
         return x
@@ -449,8 +446,9 @@ def _next_to_units(x: Spread) -> frozenset[str]:
 
 
 def cut(x: Spread, number: int, axis: str, count: int) -> tuple[Dim, ...]:
-    """Return the dimensions of a value after each rank along an axis has kept only its own piece of dimension `number`.
-    If dimension `number` begins with gathered pieces of another dimension, that other dimension is cut instead.
+    """Return the dimensions of a value after each rank along a mesh axis has kept only its own piece of dimension
+    `number`. If dimension `number` begins with gathered pieces of another dimension, this function cuts the other
+    dimension instead.
     """
     dims = list(x.dims)
     if not dims[number] or not isinstance(lead := dims[number][0], Block):
@@ -475,9 +473,10 @@ def _cut(x: Spread, dim: Dim, axis: str, count: int) -> Dim:
 
 
 def exchange(x: Spread, axis: str, split: int, join: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after an AllToAll along an axis: each rank splits
-    dimension `split` into a part for each rank, and joins the parts that it receives along dimension `join`. Afterwards
-    dimension `split` is cut along this axis, and the former pieces of this axis are gathered in dimension `join`.
+    """Return how a value is distributed over the ranks (its spread) after an AllToAll along a mesh axis. Each rank
+    splits dimension `split` into a part for each rank, and joins the received parts along dimension `join`. After the
+    AllToAll, dimension `split` is cut along the axis, and the former pieces along the axis are gathered in dimension
+    `join`.
     """
     if axis not in x.holes:
         how = "partial over it" if axis in x.partial else "the same on its ranks"

@@ -1,5 +1,5 @@
-"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet): it
-tries each dimension in which such a piece may lie.
+"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet). The
+module tries every dimension in which a loose piece may lie.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
 
 def outside(axis: str, other: str) -> bool:
     """Return whether an axis of the device mesh lies outside another axis (dp is outside cp, and cp is outside tp).
-    MindSpore cuts a dimension over the outer axis first, so that an outer axis that follows an inner axis most likely
-    cuts the next dimension.
+    MindSpore cuts a dimension over outer axes first. If an outer axis of the mesh follows an inner axis, the outer axis
+    therefore most likely cuts the next dimension.
     """
     names = (axis.partition("."), other.partition("."))
     places = [(-_INWARDS.index(kind), int(part or 0)) for kind, _, part in names if kind in _INWARDS]
@@ -24,15 +24,15 @@ def outside(axis: str, other: str) -> bool:
 
 
 def wherever(move: Callable[[Spread], Spread], x: Spread) -> Spread:
-    """Return the result of `move` for the first possible placement of a value's loose pieces (pieces whose dimension is
-    not known yet) for which `move` raises no error.
+    """Apply `move` to a value with loose pieces (pieces whose dimension is not known yet). Return the result for the
+    first possible placement of the loose pieces for which `move` raises no error.
     """
     return next(wherever_all(move, x))
 
 
 def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread]:
-    """Yield the result of `move` for each possible placement of a value's loose pieces (pieces whose dimension is not
-    known yet) for which `move` raises no error.
+    """Apply `move` to a value with loose pieces (pieces whose dimension is not known yet). Yield the result for each
+    possible placement of the loose pieces for which `move` raises no error.
     """
     first: Contradiction | None = None
     right = False
@@ -50,8 +50,8 @@ def wherever_all(move: Callable[[Spread], Spread], x: Spread) -> Iterator[Spread
 
 
 def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequence[Spread]) -> Spread:
-    """Return the result of `move` on several values, for the first possible placement of their loose pieces (pieces
-    whose dimension is not known yet) for which `move` raises no error.
+    """Apply `move` to several values with loose pieces (pieces whose dimension is not known yet). Return the result for
+    the first possible placement of the loose pieces for which `move` raises no error.
     """
     first: Contradiction | None = None
     for each in chain([given], _equal_placements(given), islice(product(*map(placements, given)), TRIED)):

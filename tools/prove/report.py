@@ -57,7 +57,7 @@ class Weight:
 
     @property
     def kind(self) -> str:
-        """Return the weight's name in which * replaces the numbers of layers and experts."""
+        """Return the weight's name with * in place of layer and expert numbers."""
         return _LAYER.sub("*", self.name)
 
 
@@ -89,8 +89,8 @@ class Stage:
 
 
 def ranks_of(result: Mapping[str, Any], devices: int) -> Callable[[str], tuple[int, ...] | None]:
-    """Return a function from the name of a communication group to its ranks, for the graph of one compiled rank; the
-    world group consists of the devices of the pipeline stage.
+    """Return a function that maps the name of a communication group in the graph of one compiled rank to the group's
+    ranks. The world group consists of the devices of the pipeline stage.
 
     Args:
         devices: the number of devices of one stage.
@@ -130,7 +130,8 @@ def typing_of(
     peers: Mapping[str, GraphText],
     received: Mapping[Direction, Spread] | None = None,
 ) -> Typing:
-    """Return the `Typing` that finds how each value in the graph of one compiled rank is distributed over the ranks.
+    """Return a `Typing` object, which finds how each value in the graph of one compiled rank is distributed over the
+    ranks.
 
     Args:
         result: the result of the rank's compile, as `tools.dryrun.rank` reports it.
@@ -161,9 +162,9 @@ def _without_strategies(graph: GraphText) -> None:
 
 
 def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) -> tuple[list[Typing], list[str]]:
-    """Return for each compiled stage a `Typing` (how each value of its graph is distributed over the ranks), and a
-    sentence for each direction (forward or backward) in which stages send values that are not distributed in the same
-    way.
+    """Return for each compiled stage a `Typing`, which says how each value of the stage's graph is distributed over the
+    ranks. Also return a sentence for each direction (forward or backward) in which stages send values with different
+    distributions.
 
     A stage receives the values that a neighbouring stage sends. The spreads of the values that the first stage sends in
     its forward pass, and of those that the last stage sends in its backward pass, are assumed for all stages. Every
@@ -260,8 +261,8 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
 
 
 def against(found: Spread, wanted: Spread) -> str:
-    """Return the reason why a gradient, after its sums over ranks, is not distributed over the ranks like its weight
-    (such as a missing sum); return "" if it is.
+    """Return the reason (such as a missing sum) why a gradient, after all sums over ranks, is not distributed over the
+    ranks like its weight. Return "" if the gradient is distributed like the weight.
     """
     if found.partial:
         return f"it must still be summed over {_told(found.partial)}"
@@ -282,8 +283,8 @@ def _told(axes: frozenset[str]) -> str:
 
 
 def scale_faults(results: Sequence[Mapping[str, Any]], micro_batches: int, devices: int) -> dict[int, dict[str, str]]:
-    """Return a nested dictionary rank -> weight -> the reason why `tc3 dryrun` calls the divisors of this weight's
-    gradient wrong or unknown.
+    """Return the reasons why `tc3 dryrun` found the divisor of a weight's gradient wrong or unknown, as a nested
+    dictionary rank -> weight -> reason.
 
     Args:
         micro_batches, devices: the numbers of micro-batches and devices, as in `tools.dryrun.report.scale_report`.

@@ -1,5 +1,5 @@
-"""This module holds the rules for the operators with which `plugins.hierarchical_ep` dispatches tokens, in each of its
-modes, with and without dispatch in chunks.
+"""This module says how tokens are distributed over the ranks by the operators with which `plugins.hierarchical_ep`
+dispatches tokens. The module covers every dispatch mode of the plugin, with and without chunks.
 
 The rules of `tools.prove.experts` check each step of a dispatch. The rules in this module assume that the steps of a
 single rank on its own rows are right (which rows the rank takes, in which order, how often, and which columns share a
@@ -87,8 +87,8 @@ def _entered(x: Spread) -> Dim:
 
 
 def held(x: Spread, shape: Sequence[int]) -> Spread:
-    """Return how the dispatched rows that each rank holds are distributed over the ranks (their spread), for a tensor
-    that has the shape `shape` on each rank.
+    """Return how dispatched token rows are distributed over the ranks (their spread), for a tensor of the shape `shape`
+    on each rank.
 
     Raises:
         NotKnown: a dimension after the rows is cut.

@@ -1,6 +1,5 @@
-"""This module holds a rule for each operator of MindSpore's graph (`RULES`). A rule computes from the operator's
-arguments how its result is distributed over the ranks, with the algebra of `tools.prove.spread` and
-`tools.prove.moves`.
+"""This module holds a rule for each operator of MindSpore's graph (`RULES`). A rule computes how the result of an
+operator is distributed over the ranks, from the distribution of the operator's arguments.
 
 A rule is a function of one `Call`. An operator that is not in the table has no rule, and all values computed from its
 result are unknown.

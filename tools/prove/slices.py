@@ -86,8 +86,8 @@ def _same_piece(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def pad(x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after each rank has padded its part with zeros,
-    which is the gradient of `take`.
+    """Return how a value is distributed over the ranks (its spread) after each rank has padded its part with zeros, as
+    in the gradient of a slice (`take`).
 
     Args:
         shape, by, sizes: the same as in `take`, for the padded value.
@@ -132,8 +132,8 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
 def stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
-    """Return the spread of a padded tensor if each rank has put its piece into its own part of a dimension that had one
-    element, and zeros into the other parts of the dimension; return None for any other padding.
+    """Return the spread of a tensor that was padded with zeros along a dimension of one element, if each rank has put
+    its element at the rank's own index. Return None if the tensor was padded in any other way.
 
     This is the gradient of a slice that divides gathered pieces among ranks. A dimension other than the first one may
     also be the dimension of these pieces, which `pad` tries before.
@@ -167,8 +167,8 @@ def _outermost_first(axes: frozenset[str], sizes: Mapping[str, int]) -> Dim:
 
 
 def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
-    """Return how rows of a table are distributed over the ranks (their spread) after they were looked up by indices. If
-    the table's rows are cut over ranks, the indices must count from the first row of the rank's own piece.
+    """Return how the rows that are looked up in an embedding table are distributed over the ranks (their spread). If
+    the rows of the table are cut over ranks, the indices must count from the first row of the rank's own piece.
     """
     require_home(indices, table)
     by_element(table)
@@ -180,8 +180,8 @@ def look_up(indices: Spread, table: Spread, sizes: Mapping[str, int]) -> Spread:
 
 
 def add_rows(gradient: Spread, indices: Spread, rows: int, sizes: Mapping[str, int]) -> Spread:
-    """Return how the gradient of a table is distributed over the ranks (its spread), where `look_up` has read rows of
-    this table: it adds up the gradients of each row.
+    """Return how the gradient of an embedding table is distributed over the ranks (its spread). The gradients of all
+    lookups of the same row (see `look_up`) are added.
     """
     require_home(gradient, indices)
     if indices.shifted - gradient.shifted:

@@ -1,5 +1,5 @@
 """This module describes how a value is distributed over the ranks of a device mesh (its spread), and computes for each
-operation how its result is distributed over the ranks. The module needs neither MindSpore nor files.
+operation how its result is distributed over the ranks. The module does not import MindSpore, and reads no files.
 
 A `Spread` states for one value and for every axis of the mesh whether the ranks along the axis hold the same value
 (replicated), pieces of one dimension (cut), or parts whose sum is the value (partial). A `Spread` also has a power for
@@ -27,8 +27,7 @@ from plugins.errors import TC3Error
 
 
 class Contradiction(TC3Error):
-    """This error means that the results of the ranks, joined or added up, are not the result that one device would
-    compute.
+    """This error means that the ranks together compute another result than one device would compute.
 
     Args:
         over: the axes along which the results are wrong, if the places of pieces over other axes do not matter.
@@ -40,8 +39,8 @@ class Contradiction(TC3Error):
 
 
 class Certain(Contradiction):
-    """This error means that the compiled graph is certainly wrong, in whichever dimensions its loose pieces (pieces of
-    cut tensors whose dimension is not known yet) lie.
+    """This error means that the compiled graph is wrong for every possible dimension of its loose pieces (pieces of cut
+    tensors whose dimension is not known yet).
     """
 
 
@@ -50,8 +49,8 @@ class NotKnown(TC3Error):
 
 
 class Uncertain(NotKnown):
-    """This error means that an operator does not allow the spreads of its arguments, but might allow them if their
-    loose pieces (pieces of cut tensors whose dimension is not known yet) lay in other dimensions.
+    """This error means that an operator may be right or wrong, depending on the dimensions of loose pieces in its
+    arguments (pieces of cut tensors whose dimension is not known yet).
 
     Args:
         loose: the axes that cut the arguments into these pieces.
@@ -168,8 +167,8 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """Return the dimensions of a value with each gathered block of pieces moved back to the dimension to which it
-    belongs.
+    """Return the dimensions of a tensor, in which gathered pieces that an AllGather has put in front of another
+    dimension are moved back to their own dimension.
     """
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
@@ -178,8 +177,8 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor of zeros on all ranks; it can be added to a value that is distributed over the ranks
-    in any way.
+    """A `Zeros` describes a tensor that is zero on all ranks. A tensor of zeros can be added to any value, however the
+    value is distributed over the ranks.
     """
 
 
@@ -190,12 +189,12 @@ class Alike(Spread):
 
 
 def plain(shape: Iterable[int]) -> Spread:
-    """Return the spread of a value of the given shape of which all ranks hold the same copy."""
+    """Return the spread of a value of the given shape that is replicated on all ranks."""
     return Spread(tuple(tidy((size,)) for size in shape))
 
 
 def tidy(atoms: Iterable[Atom]) -> Dim:
-    """Return the factors (atoms) of a dimension without factors of 1, and with neighbouring numbers multiplied."""
+    """Simplify the factors (atoms) of a dimension: remove factors of 1, and multiply neighbouring numbers."""
     found: list[Atom] = []
     for atom in atoms:
         if atom == 1:
@@ -208,8 +207,8 @@ def tidy(atoms: Iterable[Atom]) -> Dim:
 
 
 def times(*parts: tuple[Powers, int]) -> Powers:
-    """Return the exponent of each axis size in a product of powers of axis sizes, where each factor is given as (axis
-    sizes with their exponents, exponent of the factor).
+    """Multiply powers of axis sizes, and return the exponent of each axis size in the product. Each factor is given as
+    (axis sizes with exponents, exponent of the whole factor).
     """
     total: Counter[str] = Counter()
     for powers, sign in parts:
@@ -219,14 +218,16 @@ def times(*parts: tuple[Powers, int]) -> Powers:
 
 
 def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after it was multiplied by the number of ranks
-    along each of `axes`, raised to `power`.
+    """Return how a value is distributed over the ranks (its spread) after a multiplication by the number of ranks along
+    each of `axes`, to the power of `power`.
     """
     return replace(x, powers=times((x.powers, 1), (tuple((axis, power) for axis in axes), 1)))
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """Return the dimensions of a value unchanged; raise an error if one axis of the mesh cuts two of them."""
+    """Return the dimensions of a value unchanged; raise an error if two dimensions are cut along the same axis of the
+    mesh.
+    """
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -245,14 +246,16 @@ def require_home(*given: Spread) -> None:
 
 
 def refusal(given: Sequence[Spread], why: str, over: Iterable[str] | None = None) -> Contradiction:
-    """Return a `Contradiction` whose message says how values are distributed over ranks, and why this is wrong."""
+    """Return a `Contradiction` error whose message says how values are distributed over the ranks, and why an operation
+    on these values would be wrong.
+    """
     return Contradiction(f"{' with '.join(map(str, given))}: {why}", over)
 
 
 def placements(x: Spread) -> Iterator[Spread]:
-    """Yield a value's spread unchanged, and then every spread in which its loose pieces (pieces whose dimension is not
-    known yet) lie in other possible dimensions, between the same neighbours and in the same order. Dimensions of one
-    element are tried first, beginning with the last of them.
+    """Yield every possible spread of a value with loose pieces (pieces whose dimension is not known yet), the given
+    spread first. The order of all pieces stays the same, and dimensions of one element are tried before other
+    dimensions.
     """
     yield x
     atoms = [(number, atom) for number, dim in enumerate(x.dims) for atom in dim]
@@ -284,8 +287,8 @@ def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[i
 
 
 def own_order(dim: Dim) -> Dim:
-    """Return a dimension of tokens, which MindFormers has grouped for its router, with the tokens of each rank back in
-    their former order; this suffices for a sum over the tokens.
+    """Return a dimension of tokens that MindFormers has grouped by rank for its router, with the tokens of each rank in
+    their original order. The result suffices for a sum over the tokens.
     """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):
@@ -344,15 +347,15 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def as_tensor(x: Spread) -> Spread:
-    """Return the spread of a value as that of any tensor, without the information that its elements are equal (`Alike`)
-    or zeros (`Zeros`).
+    """Return the spread of a value without the information that the elements of the value are equal (`Alike`) or zeros
+    (`Zeros`).
     """
     return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
 
 
 def alike(x: Spread, other: Spread) -> Spread:
-    """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like those of `other`; return any
-    other value unchanged.
+    """Return a constant tensor of equal elements (`Alike`) with its dimensions cut like the dimensions of `other`;
+    return any other value unchanged.
     """
     if not isinstance(x, (Alike, Zeros)) or len(x.dims) != len(other.dims):
         return x
@@ -390,8 +393,8 @@ def joined(x: Spread, y: Spread) -> Spread:
 
 
 def as_partial(x: Spread, axes: frozenset[str]) -> Spread:
-    """Return the spread of a replicated value expressed as a partial sum over `axes`, in which each rank holds the
-    value divided by the number of ranks.
+    """Return the spread of a replicated value as a partial sum over `axes`. The value must have been divided by the
+    number of ranks along `axes`.
     """
     powers = dict(x.powers)
     for axis in sorted(axes - x.partial):
@@ -418,9 +421,7 @@ def add(x: Spread, y: Spread) -> Spread:
 
 
 def check_linear(x: Spread, y: Spread) -> None:
-    """Raise an error if the products of two values that the ranks compute do not add up to the product of the whole
-    values.
-    """
+    """Raise an error if the products that the ranks compute do not add up to the product of the whole values."""
     if either := x.greatest | y.greatest:
         raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
     if both := x.partial & y.partial:

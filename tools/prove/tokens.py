@@ -1,5 +1,6 @@
-"""This module holds the rules for operators that turn a rank's tokens into rows that a router can dispatch, and back.
-The operators group the tokens, join them with constant rows, and put them in the order of the ranks.
+"""This module says how tokens are distributed over the ranks by operators that prepare them for the dispatch to
+experts, and by operators that undo this preparation. To prepare tokens, operators group them by rank, add constant
+rows, and reorder them.
 
 The shapes do not distinguish such a reshape or concatenation from any other; only its counterpart after the experts
 puts the tokens back in their original positions. `tools.prove.experts` holds the rules of the steps in between.
@@ -16,23 +17,23 @@ from tools.prove.spread import Dim, NotKnown, Rows, Spread, extent, refusal
 
 
 def rows_in(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the rows of tokens in a dimension whose order routing decides, with their position among the dimension's
-    factors; return None if the dimension has no such rows.
+    """Return the token rows (in an order that routing decides) that are a factor of a dimension, with the position of
+    this factor. Return None if the dimension has no such rows.
     """
     return next(((place, atom) for place, atom in enumerate(dim) if isinstance(atom, Rows)), None)
 
 
 def dispatched(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the rows of tokens in a dimension that were dispatched to experts, with their position among the
-    dimension's factors; return None if there are none, or if only `by_rank` has put the rows in another order.
+    """Return the token rows that were dispatched to experts and are a factor of a dimension, with the position of this
+    factor. Return None if the dimension has no such rows, or has only rows that `by_rank` has reordered.
     """
     found = rows_in(dim)
     return None if found is None or found[1].path == (("flat",),) else found
 
 
 def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
-    """Return the spread of a vector that is cut over ranks, with its elements in the order in which an AllGather joins
-    the pieces of the ranks; return it unchanged if its elements are already in this order.
+    """Return the spread of a vector that is cut over ranks, with the elements in the order in which an AllGather joins
+    the ranks' pieces. If the elements of the vector are already in the order of the ranks, the spread is unchanged.
 
     A gather puts the ranks' elements one after another, which is not the order of the whole value.
     """
@@ -45,7 +46,7 @@ def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def by_place(x: Spread) -> Spread:
-    """Return the spread of a vector with its elements in the order that they had before `by_rank`; return it unchanged
+    """Undo `by_rank`: return the spread of a vector with the elements in their original order. The spread is unchanged
     unless each rank holds its own elements again.
     """
     rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
@@ -56,8 +57,8 @@ def by_place(x: Spread) -> Spread:
 
 
 def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
-    """Return the spread of a value, marked as having equal elements along the given dimensions, so that it can be
-    combined with rows in any order along these dimensions.
+    """Return the spread of a value whose elements are equal along the given dimensions. Along dimensions of equal
+    elements, the value can be combined with rows in any order.
     """
     dims = list(x.dims)
     for number in numbers:
@@ -66,8 +67,8 @@ def equal_rows(x: Spread, numbers: Iterable[int]) -> Spread:
 
 
 def grouped(x: Spread, shape: Sequence[int]) -> Spread | None:
-    """Return how tokens are distributed over the ranks after MindFormers has grouped them for its router: the shape
-    [batch, sequence, width] becomes [ranks, tokens, width].
+    """Return how tokens are distributed over the ranks after MindFormers has grouped them by rank for its router.
+    Grouping reshapes [batch, sequence, width] to [ranks, tokens, width].
 
     The reshape moves each rank's own tokens to other positions of the whole value; only the later reshape that undoes
     it puts them back. Return None for any other reshape.
@@ -94,7 +95,7 @@ def ungrouped(x: Spread, shape: Sequence[int]) -> Spread | None:
 
 
 def grouped_rows(x: Spread) -> Spread | None:
-    """Return a matrix of tokens with its rows in the order into which `grouped` puts tokens; return None for any other
+    """Return a matrix of tokens with its rows in the order that `grouped` gives to tokens; return None for any other
     matrix.
 
     If the compiler has merged two reshapes into one, the graph does not show the grouped tokens between them.

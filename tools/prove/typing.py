@@ -21,13 +21,12 @@ from typing import Any
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
 from tools.prove import moves
-from tools.prove.call import Call, Value, literal
+from tools.prove.call import WAITS, Call, Value, is_only_averaged, literal, operands_of
 from tools.prove.mesh import COLLECTIVES, Mesh, Peers
 from tools.prove.rules import RULES, apply, divisor_of
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, Uncertain, plain
 
 ADDED = "accu_grads."
-_WAITS = frozenset(("UpdateState",))  # operators without a value
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _SUMMED = re.compile(r"ref_key=accu_grads\.([^,>]+)")
 _KEEPS = frozenset(("MakeTuple", "Partial", "TupleGetItem", "Depend", "Load"))  # they hand on what has no spread
@@ -65,7 +64,7 @@ class Closure:
 
 @dataclass(frozen=True)
 class Sum:
-    """A `Sum` describes the variable in which a weight's gradient is accumulated over micro-batches."""
+    """A `Sum` describes the parameter in which a weight's gradient is accumulated over micro-batches."""
 
     weight: str
 
@@ -167,7 +166,7 @@ class Typing:
         try:
             if node.calls:
                 return self._call(frame, node)
-            if node.op in _WAITS:
+            if node.op in WAITS:
                 return None
             if node.op == "Receive":
                 return self._receive(node)
@@ -190,7 +189,8 @@ class Typing:
                 self.divided |= self._to_divide(uneven.over, values)
                 raise NotKnown(uneven.says)
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
-            axes = self.axes_of(node) if node.op in COLLECTIVES else ()
+            any_order = node.op == "AllGather" and is_only_averaged(self.graph.graphs[frame.name], number)
+            axes = self.axes_of(node, any_order) if node.op in COLLECTIVES else ()
             self._require_mean(frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             names = tuple(map(frame.named, arguments))
@@ -213,7 +213,7 @@ class Typing:
             )
 
     def again(self, settled: Mapping[tuple[str, int], tuple[Dim, ...]]) -> Typing:
-        """Return a new `Typing` of the same graph, in which some values with loose pieces have the given dimensions."""
+        """Return a new `Typing` of the same graph with the given dimensions of some values with loose pieces."""
         return Typing(self.graph, self.mesh, self.parameter, self.ranks_of, self.peers, self.received, settled)
 
     def _to_divide(self, over: frozenset[str], values: Sequence[Value]) -> frozenset[str]:
@@ -294,7 +294,7 @@ class Typing:
             raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
     def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
-        """Return the operators whose values an operator takes, also those of the calling graph."""
+        """Return the operators whose results are inputs of an operator, including operators of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
         for text in arguments_of(node.head):
             own, parameter = frame, _PARAMETER.fullmatch(text)
@@ -411,21 +411,21 @@ class Typing:
 
     @property
     def failures(self) -> dict[tuple[str, int], Failure]:
-        """Return the operators of whose results the distribution over the ranks could not be determined, each with the
-        reason.
+        """Return the operators for which the distribution of the result over the ranks could not be determined, with
+        the reasons.
         """
         values = {(frame.name, n): value for frame in self.frames for n, value in frame.values.items()}
         return {operator: value for operator, value in values.items() if isinstance(value, Failure)}
 
-    def axes_of(self, node: Node) -> tuple[str, ...]:
+    def axes_of(self, node: Node, any_order: bool = False) -> tuple[str, ...]:
         """Return the axes of the device mesh that make up a collective's group; neighbouring ranks of the group differ
-        along the last of these axes.
+        along the last of these axes. The group must have its ranks in rising order, except with `any_order`.
         """
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
         if ranks is None:
             raise NotKnown(f"it uses group {group!r}, whose ranks are unknown")
-        if node.op != "AllReduce" and list(ranks) != sorted(ranks):
+        if node.op != "AllReduce" and not any_order and list(ranks) != sorted(ranks):
             raise Contradiction(
                 f"its group has ranks {', '.join(map(str, ranks[:4]))} in this order, but pieces are in the order of "
                 "their ranks"
@@ -439,8 +439,8 @@ class Typing:
         return [number for number in sums if f"ref_key={ADDED}{weight}," in nodes[nodes[number].value or 0].types[1]]
 
     def losses(self) -> list[Spread]:
-        """Return how the losses that the run reports are distributed over the ranks (their spreads); losses that are
-        equal on all ranks are left out.
+        """Return how the losses that the run reports are distributed over the ranks (their spreads); a loss that is
+        equal on all ranks is left out.
         """
         found = []
         for node in self.graph.graphs[self.graph.root]:
@@ -451,8 +451,8 @@ class Typing:
         return found
 
     def sums_before(self, number: int) -> set[int]:
-        """Return the operators from which a value of the root graph directly comes: the last collectives, and the
-        operators in between that only pass the value on.
+        """Return the last collectives before a value of the root graph, and the operators between them and the
+        value.
         """
         nodes = self.graph.graphs[self.graph.root]
         found: set[int] = set()
@@ -463,8 +463,8 @@ class Typing:
         return found
 
     def name_of(self, graph: str, number: int) -> str:
-        """Return a text by which a person finds an operator: its name, its number, and its line of Python or
-        its cell.
+        """Return a text that helps a person to find an operator: its name, its number, and its line in the Python
+        source.
         """
         node = self.graph.graphs[graph][number]
         return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
@@ -486,13 +486,6 @@ class Typing:
         factor = self.graph.graphs[frame.name][node.operands[0]]
         scopes = [each.scope for each in (factor, node) if _OF_THE_LOSS in each.scope and each.op in ("Mul", "Muls")]
         return self.repeats.get(scopes[0].rpartition("/")[0], frozenset()) if scopes else frozenset()
-
-
-def operands_of(node: Node) -> Sequence[int]:
-    """Return the operators whose results an operator uses, without the operators for which it only waits."""
-    if node.op == "Depend":
-        return () if node.value is None else (node.value,)
-    return () if node.op in (*_WAITS, "Receive") else node.operands
 
 
 def _direction(node: Node) -> Direction:

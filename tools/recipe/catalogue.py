@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one optimisation of the host (section 6 of the technical report): the gain that the report states
-    for it on up to 4,096 devices, how this repository applies it, and which checks cover it.
+    """A `Measure` is one optimisation of the host from section 6 of the technical report. A `Measure` holds the gain
+    that the report states, how this repository applies the optimisation, and which checks cover it.
 
     The gains are quoted from the report; they were not measured with this repository.
     """
@@ -96,7 +96,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Card:
-    """A `Card` describes the recipes of a folder. `parameters` is 0 if the model's name states no size."""
+    """A `Card` describes the recipes of a folder. The field `parameters` is 0 if the model's name states no size."""
 
     file: Path
     entries: list[Entry]
@@ -113,8 +113,8 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """Return the cards below the folder `recipes`: first the cards of TeleChat3-MoE, and last the cards of model
-    families that are only modelled; within each family the small models come first.
+    """Return the cards (`card.yaml`) below the folder `recipes`. The cards of TeleChat3-MoE come first, and model
+    families that are only modelled come last. Within a family, small models come first.
 
     Raises:
         RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.
@@ -129,8 +129,8 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Return why a recipe is only modelled, so that no training should start from it; "" if no `card.yaml` says so. The
-    cards of all `files` are read, because the card of a base recipe also applies to its child recipes.
+    """Return the reason why a recipe is only for predictions and should not be trained; return "" if no `card.yaml`
+    says so. The cards of all `files` are read, because the card of a base recipe also applies to its child recipes.
     """
     for path in sorted(map(Path, files)):
         try:
@@ -150,8 +150,8 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """Return the content of a `card.yaml`. The function raises RecipeError, which names the file and the wrong key, or
-    OSError if there is no such file.
+    """Return the content of a `card.yaml`. If a key is wrong, the function raises a RecipeError that names the file and
+    the key. If the file does not exist, the function raises an OSError.
     """
     try:
         raw = _content(path.read_text(encoding="utf-8"))
@@ -296,7 +296,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing, and exit with code 1 if recipes/README.md is out of date.")
 def main(check: bool) -> None:
-    """Write recipes/README.md from the files card.yaml."""
+    """Write recipes/README.md from the `card.yaml` files of all folders of recipes."""
     target = RECIPES / "README.md"
     try:
         text = catalogue(RECIPES)

@@ -56,7 +56,9 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the recipe that `effective` returns as text. YAML text keeps the anchors of the recipe's author."""
+    """Return the recipe that `effective` returns as text. YAML text keeps the anchors that the recipe's author
+    wrote.
+    """
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # only YAML knows dates

@@ -105,8 +105,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one difference between two recipes. In the key path `words` of a `Change`, the entries of a list
-    are named by their `type`.
+    """A `Change` is one difference between two recipes. The field `words` is the key path for people, in which an entry
+    of a list is named by its `type`.
     """
 
     words: tuple[str, ...]
@@ -117,13 +117,13 @@ class Change:
 
     @property
     def path(self) -> str:
-        """Return the key path as a text, such as ``callbacks.CheckpointMonitor.prefix``."""
+        """Return the key path of the changed value as a text, such as ``callbacks.CheckpointMonitor.prefix``."""
         return ".".join(self.words)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` holds the batches of two recipes, and the differences between the recipes, with the most important
+    """A `Comparison` holds the batches of two recipes, and the differences between the recipes, the most important
     group first.
     """
 

@@ -40,8 +40,8 @@ def recipe_text(recipe: dict[str, Any]) -> str:
 
 def is_of_run(recipe: Path) -> bool:
     """Return whether the file `recipe` is the effective recipe that a run keeps in its folder, RUN/recipe.yaml. The
-    folder of such a run has a sub-folder `attempts`; for a run that was started by a script or by msrun, the recipe
-    must name its own folder as `output_dir`.
+    folder of a run has a sub-folder `attempts`. If a folder has no `attempts` (a run started by a script or by msrun),
+    the recipe must name its own folder as `output_dir`.
     """
     if recipe.name != "recipe.yaml" or (recipe.parent / "attempts").is_dir():
         return recipe.name == "recipe.yaml"
@@ -56,7 +56,7 @@ class _Dumper(yaml.SafeDumper):
     """A `_Dumper` is a SafeDumper whose anchors are named after the key they stand at."""
 
     def anchor_node(self, node: yaml.Node, name: str = "top") -> None:
-        """Record which nodes appear twice, as the parent class does, and give their anchors the name of a key."""
+        """Record the YAML nodes that appear twice, as the parent class does, and name their anchors after a key."""
         if node in self.anchors:
             if self.anchors[node] is None:
                 self.anchors[node] = self._free_name(node)

@@ -1,5 +1,5 @@
-"""This module holds the results of `tc3 check`: the faults of a recipe with their places and remedies, and the recipe's
-sizes.
+"""This module holds the results of `tc3 check`: the faults of a recipe (each with file, line and remedy), and the
+recipe's sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is one fault of a recipe."""
+    """A `Finding` is one error or warning about a recipe."""
 
     # "error" (the run would fail, or would be another run than the recipe describes), "warning", or "note" (it runs as
     # written, but MindFormers computes something other than a user may expect)
@@ -77,8 +77,8 @@ class Report:
 
 
 class Findings:
-    """A `Findings` collects the faults of a recipe; a wrong value that several keys share through a YAML anchor is
-    listed only once.
+    """A `Findings` collects the faults of a recipe. If several keys share a wrong value through a YAML anchor, the
+    value is listed only once.
     """
 
     def __init__(self, recipe: Recipe, line_of: Any):
@@ -96,14 +96,14 @@ class Findings:
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
 
     def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
-        """Add a note that MindFormers computes something other than a user may expect, which the recipe cannot
-        avoid.
+        """Add a note: with this recipe, MindFormers computes something that a user may not expect, and no change to the
+        recipe avoids this.
         """
         self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def refusal(self, section: KeyPath, error: RecipeError, rule: str = "", right: str = "") -> None:
-        """Add an error that a plugin raised while it read its settings, at the key that the error names, or else at the
-        key `section`.
+        """Add an error that a plugin raised while it read its settings. The error is listed at the key that the error
+        names or, if it names no key, at the key `section`.
         """
         path = tuple(error.key.split("."))
         inside = path[: len(section)] == section
@@ -126,9 +126,9 @@ class Findings:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """Return the error with which a tool refuses a recipe in which `tc3 check` found `errors`: the first of them, with
-    the number of the others. An error about the model's type comes first, because with a wrong type every other key of
-    the model seems wrong.
+    """Return the error with which a tool refuses a recipe in which `tc3 check` found errors. The message holds the
+    first error, and the number of other errors. An error about the model's type comes first, because with a wrong type
+    every other key of the model seems wrong.
     """
     first = next((error for error in errors if error.key.endswith(".model_type")), errors[0])
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
@@ -136,8 +136,8 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """Return a RecipeError about a key of a recipe; its message begins with the key path and, if known, file and
-    line.
+    """Return a RecipeError about a key of a recipe; the message begins with the file and line (if known) and the key
+    path.
     """
     return RecipeError(f"{place_of(recipe, path)}{dotted(path)}: {text}")
 

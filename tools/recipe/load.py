@@ -1,5 +1,5 @@
-"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. A recipe that was read also
-holds the file and line of each of its values.
+"""This module reads a recipe exactly as MindFormers would, without importing MindFormers. The recipe that the module
+returns also holds the file and line of every value.
 
 The rules of reading follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:`
 names files relative to the recipe; these files are merged shallowly with each other, and then deeply with the recipe. A
@@ -50,8 +50,8 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a flat recipe: a dict that also holds its file (`source`) and the file and line of each of its
-    values (`marks`).
+    """A `Recipe` is a flat recipe: a dict that also holds the recipe's file (`source`), and the file and line of every
+    value (`marks`).
     """
 
     source: str = ""
@@ -74,7 +74,7 @@ class _Spot:
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Return the flat effective recipe of a file, checked so that tools can work with it. All commands except `tc3
-    check` use this function.
+    check` load recipes with this function.
 
     Raises:
         RecipeError: as for `read_recipe`, or a section is not a mapping, or a number is impossible for a training.
@@ -112,8 +112,8 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """Return the values of a recipe's file with its base recipes merged in; `parents` are the real paths of the
-        files that name this file as their base, directly or indirectly.
+        """Return the values of a recipe's file with its base recipes merged in. The argument `parents` holds the real
+        paths of all files that inherit from this file.
         """
         try:
             real = os.path.realpath(file)
@@ -215,7 +215,7 @@ class _Reader:
         self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
 
     def read(self) -> _Spot:
-        """Return the top-level mapping; raise RecipeError with file and line."""
+        """Return the top-level mapping of a recipe's YAML file; errors are raised as RecipeError with file and line."""
         try:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
@@ -346,8 +346,8 @@ SECTIONS = (
 
 
 def refuse_sections(recipe: Mapping[str, Any]) -> None:
-    """Raise an error for the first section that is written and is not a mapping. Unlike this function, `tc3 check`
-    lists all sections that are not mappings.
+    """Raise an error for the first section of a recipe that is present but is not a mapping. This function stops at the
+    first wrong section, but `tc3 check` lists all sections that are not mappings.
 
     Raises:
         RecipeError: the message has file, line and key path.
@@ -364,7 +364,7 @@ def refuse_sections(recipe: Mapping[str, Any]) -> None:
 
 
 def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return the value at a key path, or `default`."""
+    """Return the value at a key path of a recipe; return `default` if the recipe has no such key."""
     for key in path:
         if isinstance(recipe, dict) and key in recipe:
             recipe = recipe[key]
@@ -374,12 +374,14 @@ def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return ``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    """Return a key path such as ``("callbacks", 2, "prefix")`` as text, such as ``callbacks.2.prefix``."""
     return ".".join(map(str, path))
 
 
 def place_of(recipe: Mapping[str, Any], path: KeyPath = ()) -> str:
-    """Return ``file:line: `` of a key path, ``file: `` if its line is not known, or an empty text."""
+    """Return the place of a key path as ``file:line: ``, or ``file: `` if the line is unknown; return an empty text if
+    the file is unknown, too.
+    """
     mark = getattr(recipe, "marks", {}).get(path)
     source = str(mark) if mark else getattr(recipe, "source", "")
     return f"{source}: " if source else ""
@@ -414,15 +416,15 @@ class Refusal(NamedTuple):
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield every number of a recipe that is not allowed, in the order of its keys; if there is none, check the number
-    of devices.
+    """Yield every number of a recipe that is not allowed, in the order of the keys. If all numbers are allowed, check
+    the number of devices.
     """
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Yield every number that is not allowed in the value `node` of the key path `path`, or below it."""
+    """Yield every number that is not allowed in `node`, the value at the key path `path`, including nested values."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))
@@ -441,7 +443,9 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a number at a key path, and what is allowed. Return None if the number is allowed."""
+    """Return what is wrong with the number at a key path, and which numbers are allowed there. Return None if the
+    number is allowed.
+    """
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -473,8 +477,8 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """Return advice for a number that YAML 1.1 reads as text: ``1e-8`` must be written as ``1.0e-8``, and any other
-    number without quotes.
+    """Return advice for a number that YAML 1.1 reads as text: ``1e-8`` must be written as ``1.0e-8``, and other numbers
+    must be written without quotes.
     """
     text = text.strip()
     if not EXPONENT.fullmatch(text):

@@ -49,8 +49,8 @@ _ASCEND_ONLY = ("monitor_config", "swap_config")
 def derive_mini(
     recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None, length: int = SEQ_LENGTH
 ) -> dict[str, Any]:
-    """Return a flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on the instructions
-    beside it.
+    """Return a flat recipe for CPU that trains `steps` steps on the Megatron corpus `data_path`, or on the instruction
+    data beside this corpus.
 
     With a number of `workers`, the flat recipe keeps the parallel strategy, scaled down to this number of workers
     (`keep_strategy`). A sample has `length` tokens, except if samples are packed conversations.
@@ -65,7 +65,7 @@ def derive_mini(
         raise RecipeError(wrong, "model.model_config.model_type")
     packs = View(recipe).packs
     if packs and workers is not None:
-        raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; train them with --mini only")
+        raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; leave out --parallel")
     leave_ascend(mini)
     shrink_model(model, CONVERSATIONS if packs else length)
     if workers is None and model.get("n_routed_experts") and (mini.get("plugins") or {}).get("hierarchical_ep"):
@@ -133,8 +133,8 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Change a recipe for Ascend (in place) into one for a single CPU process; `compute_on_cpu` changes the keys of the
-    model.
+    """Convert a recipe for Ascend (in place) to a recipe for a single CPU process. The keys of the model are left to
+    `compute_on_cpu`.
     """
     imposed = copy.deepcopy(_ON_CPU)
     for name, section in imposed["sections"].items():
@@ -214,15 +214,15 @@ def _shrink_groups(model: dict[str, Any]) -> None:
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:
-    """Replace operators that do not exist on a CPU in the model section of a recipe, in place."""
+    """Change the model section of a recipe (in place) so that it uses no operators that do not exist on a CPU."""
     model.update(_ON_CPU["model"], batch_size=BATCH)
     if model.get("n_routed_experts"):
         model.update(_ON_CPU["experts"], moe_token_dispatcher_type=DEFAULT_DISPATCHER)
 
 
 def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change a mini recipe (in place) so that `WORKERS` CPU workers train one sample each per step, with expert
-    parallelism over two simulated nodes.
+    """Change a mini recipe (in place) so that `WORKERS` CPU workers train it with expert parallelism over two simulated
+    nodes. Each worker trains one sample per step.
     """
     mini["use_parallel"] = True
     mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
@@ -271,8 +271,8 @@ def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: 
 
 
 def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
-    """Shorten every learning-rate schedule of a mini recipe (in place) to `steps` steps, of which the first fifth is
-    the warm-up; the types of the schedules stay the same.
+    """Shorten every learning-rate schedule of a mini recipe (in place) to `steps` steps; the first fifth of the steps
+    is the warm-up. The types of the schedules stay the same.
     """
     grouped = mini.get("grouped_lr_schedule") or {}
     schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
@@ -285,8 +285,8 @@ def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
 
 
 def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
-    """Change the callbacks of a mini recipe (in place) so that every step is printed, a checkpoint is saved at the end,
-    and the tokens of the mini model's own number of experts are counted.
+    """Change the callbacks of a mini recipe (in place) so that every step is printed and a checkpoint is saved at the
+    end. Callbacks that count tokens per expert get the mini model's number of experts.
     """
     kept = []
     for callback in mini.get("callbacks", []):

@@ -31,9 +31,9 @@ _SINK = {"sink_mode": True, "sink_size": 1}
 
 
 def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return a dictionary number of devices -> flat small recipe for Ascend, for 1 device and for each of `counts`,
-    with schedules of `steps` steps; the key `ON_CPU` holds the small recipe for one CPU process. A number of devices is
-    left out if the scaled-down parallel degrees of the recipe need fewer devices.
+    """Return small flat recipes for Ascend as a dictionary number of devices -> recipe, for 1 device and for each
+    number in `counts`. The schedules of the small recipes have `steps` steps. The key `ON_CPU` holds a small recipe for
+    one CPU process. A number of devices is left out if the recipe's parallel degrees, scaled down, need fewer devices.
 
     Raises:
         RecipeError: the recipe is for a CPU, trains on packed conversations, or cannot be shrunk.

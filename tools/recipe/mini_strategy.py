@@ -1,5 +1,6 @@
-"""This module gives a mini recipe (a small version for CPU) the parallel strategy of the full recipe, on a few
-processes: the parallel degrees (scaled down), the pipeline schedule, recomputation and optimizer sharding.
+"""This module gives a mini recipe (a small version for CPU) the parallel strategy of the full recipe. The strategy
+consists of the parallel degrees (scaled down to a few processes), the pipeline schedule, recomputation and optimizer
+sharding.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Degrees:
 
 
 def scale_degrees(own: Degrees, workers: int) -> Degrees:
-    """Return degrees whose product is at most `workers`. Each degree is a power of two and no larger than the recipe's.
-    The function doubles the pipeline, tensor, data and context degrees in turn, if the recipe allows it, until no
-    further doubling fits into `workers`. The expert-parallel degree is the largest that the recipe and the data- and
-    tensor-parallel ranks of a stage allow.
+    """Return degrees whose product is at most `workers`. Each parallel degree is a power of two, and is not larger than
+    the degree in the recipe. The function doubles the pipeline, tensor, data and context degrees in turn, as far as the
+    recipe allows, until no further doubling fits into `workers`. The expert-parallel degree is the largest degree that
+    the recipe and the number of data- and tensor-parallel ranks allow.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True
@@ -72,7 +73,7 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
 
 def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int = WORKERS) -> None:
     """Change the recipe `mini`, which was derived from `recipe`, so that it has the parallel strategy of `recipe` on
-    `workers` processes. A step of `mini` then has `batch` samples, or more if the pipeline needs more micro-batches.
+    `workers` processes. A step of `mini` has `batch` samples, or more if the pipeline needs more micro-batches.
 
     Raises:
         RecipeError: the recipe does not split the model or the batch, or the batch cannot be divided among the
@@ -87,7 +88,10 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
         raise RecipeError(f"{recipe.source}: {wrong}")
     degrees = degrees_for(mini, view, workers)
     if degrees.workers == 1:
-        wrong = f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more, or omit --parallel"
+        wrong = (
+            f"--parallel needs a parallel degree above 1 that fits {workers} workers; give more workers, or leave out "
+            "--parallel"
+        )
         raise RecipeError(f"{recipe.source}: {wrong}")
     wanted = max(batch, degrees.dp * least_micro_batches(view, degrees))
     give_strategy(mini, view, degrees, wanted, degrees)
@@ -113,8 +117,8 @@ def least_micro_batches(view: View, degrees: Degrees) -> int:
 
 def give_strategy(mini: dict[str, Any], view: View, degrees: Degrees, batch: int, deepest: Degrees) -> None:
     """Give a mini recipe (in place) the parallel degrees `degrees` and the operators of the full recipe (`view`), for
-    steps of `batch` samples. The mini recipe gets as many layers as the pipeline of `deepest` needs, so that mini
-    recipes with different degrees have the same weights.
+    steps of `batch` samples. The mini recipe gets as many layers as a pipeline with the degrees `deepest` needs. All
+    mini recipes of a recipe then have the same weights, even if their degrees differ.
     """
     model = mini["model"]["model_config"]
     for key in _OWN:

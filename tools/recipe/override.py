@@ -1,5 +1,5 @@
-"""This module changes single values of a recipe from the command line. The module compares the type of each new value
-in `a.b.c=value` with the type of the present value.
+"""This module changes single values of a recipe from the command line. For an override `a.b.c=value`, the module
+compares the type of the new value with the type of the present value.
 
 New keys are allowed only below `plugins` (`--set plugins.NAME...`): a recipe need not contain a plugin that is off, or
 a setting of a plugin that has its default value.
@@ -48,8 +48,8 @@ class _Given:
         self.by.update(dict.fromkeys(paths, override))
 
     def places(self, path: KeyPath) -> list[KeyPath]:
-        """Return `path` and the key paths that share its value through an anchor. Key paths inside a mapping or list
-        that an override has set as a whole are left out, because that override decides their values.
+        """Return the key path `path`, and the key paths that share its value through a YAML anchor. Key paths inside a
+        mapping or list that another override replaces as a whole are left out.
         """
         own, *shared = shared_paths(self.before, path)
         return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
@@ -97,8 +97,8 @@ def _as_text(value: Any) -> str:
 
 
 def apart(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Return the overrides, in which an override of one of `keys` whose value is a mapping is split into one override
-    for each key of the mapping.
+    """Split each override that sets a mapping which contains one of `keys` into one override for each key of the
+    mapping, and return all overrides.
     """
     found = []
     for override in overrides:
@@ -114,7 +114,9 @@ def apart(overrides: Sequence[str], *keys: str) -> list[str]:
 
 
 def with_part(override: str, places: Sequence[str], value: Any) -> str:
-    """Return an override of a list in which `value` is set at the dotted names `places`."""
+    """Set `value` at the dotted names `places` inside the list that an override sets, and return the changed
+    override.
+    """
     name, _, text = override.partition("=")
     begin = f"{name.strip()}."
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
@@ -135,8 +137,8 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 
 def also_changed(recipe: dict[str, Any], override: str, changed: dict[str, Any] | None = None) -> list[str]:
-    """Return the dotted names that the override ``"a.b=c"`` also changes, because they share the value of `a.b` through
-    a YAML anchor; names that another override has set in the `changed` recipe are left out.
+    """Return the dotted names that the override ``"a.b=c"`` also changes because they share the value of `a.b` through
+    a YAML anchor. Names that another override has set in the recipe `changed` are left out.
     """
     name = override.partition("=")[0].strip()
     if is_new(recipe, name):
@@ -253,7 +255,7 @@ def _refuse_second(path: KeyPath, present: Any, value: Any, override: str, given
     earlier = given.by.get(path, override)
     if earlier != override and present != value:
         raise RecipeError(
-            f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set; keep one"
+            f"--set {override}: this sets {dotted(path)}, which --set {earlier} has already set; keep one --set"
         )
 
 
@@ -370,8 +372,8 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Return whether an override adds a plugin, or a setting of a plugin, that the recipe does not have yet, and is not
-    a misspelt key.
+    """Return whether an override adds a plugin or a plugin's setting that the recipe does not have yet. A misspelt key
+    does not count.
     """
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):

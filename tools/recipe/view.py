@@ -1,6 +1,6 @@
-"""This module reads the values of a recipe that other modules use in computations. The look-ups of a `View` return a
-default for a value of the wrong type, so that `tc3 check` can check the rules of a broken recipe. A `View` also
-computes sizes, such as the number of devices.
+"""This module reads the values of a recipe that other modules use in computations. For a value of the wrong type, a
+`View` returns a default, so that `tc3 check` can check the other values of a faulty recipe. A `View` also computes
+sizes, such as the number of devices.
 
 A recipe may contain the value `auto`, which `tools.layout.resolve` replaces. MindFormers cannot read such a recipe, and
 no sizes can be computed from it, so `require_resolved` refuses it.
@@ -30,7 +30,9 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class View:
-    """A `View` gives the sizes of a recipe. For a value of the wrong type, a `View` gives the default."""
+    """A `View` reads values and sizes of a recipe, such as the number of devices. For a value of the wrong type, a
+    `View` returns a default.
+    """
 
     recipe: Recipe
 
@@ -93,7 +95,7 @@ class View:
 
     @cached_property
     def devices(self) -> int:
-        """Return the number of devices of the run."""
+        """Return the number of devices on which the recipe runs."""
         return self.dp * self.tp * self.pp * self.cp if self.flag(("use_parallel",)) else 1
 
     @cached_property
@@ -125,21 +127,21 @@ class View:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the number of samples of a step as the trainer computes it; if the batch grows during training, that
-        of the largest batch.
+        """Return the number of samples in a step, as the trainer computes it. If the batch grows during training,
+        return the number of samples in the largest batch.
         """
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
     def ramp(self) -> Ramp:
-        """Return how the batch size grows during training; it is constant without plugins.batch_ramp."""
+        """Return how the batch size grows during training; without plugins.batch_ramp, the batch size is constant."""
         return ramp_of(self.recipe, self.global_batch)
 
     @cached_property
     def full_batch(self) -> bool:
-        """Return whether every rank reads the whole global batch (full_batch), which MindFormers may turn on without a
-        key of the recipe.
+        """Return whether every rank reads the whole global batch (full_batch), which MindFormers may turn on even if
+        the recipe does not set it.
         """
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
@@ -149,8 +151,8 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Return whether the data loader packs several conversations into a sample, for which the trainer turns on the
-        attention mask.
+        """Return whether the data loader packs several conversations into a sample. If conversations are packed, the
+        trainer turns on the attention mask.
         """
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
@@ -160,7 +162,7 @@ class View:
     @cached_property
     def samples_key(self) -> KeyPath | None:
         """Return the key path at which the recipe limits the number of samples in a pass over the data. Return None if
-        the recipe has no limit, so that the size of the data decides.
+        the recipe does not limit the number of samples.
 
         For Megatron's loader this is the key `sizes`; for HFDataLoader it is the key `n` of the last handler, if this
         handler has the type `take`.
@@ -254,14 +256,14 @@ MODE, CHUNKS = (*DISPATCH, "mode"), (*OVERLAP, "chunks")
 
 
 def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
-    """Return the key paths of a recipe whose values are still `auto`."""
+    """Return the key paths of a recipe whose value is still `auto`."""
     written = look(recipe, OFFSET)
     return [OFFSET] * isinstance(written, str) + [path for path in (MODE, CHUNKS) if look(recipe, path) == AUTO]
 
 
 def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
-    """Raise an error if a value at one of the key paths `paths` is still `auto`; without `paths`, raise it for any
-    value that is still `auto`.
+    """Raise an error if a value at one of the key paths `paths` is still `auto`; if `paths` is not given, all values of
+    the recipe are checked.
 
     Raises:
         RecipeError: the message names the key, and the command that prints the recipe with values in place of `auto`.

@@ -1,5 +1,5 @@
 """This module writes and reads the folder of each attempt of a run (`RUN/attempts/0000/` and so on), which records the
-hosts that took part, the way in which the attempt ended, and the decision after its end.
+hosts of the attempt, how the attempt ended, and what was decided afterwards.
 
 Launches write these files, and `tc3 runs` reads them. An attempt is one start of a run's workers on all of its nodes.
 The folder of an attempt holds
@@ -44,8 +44,8 @@ FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "bea
 
 @dataclass(frozen=True)
 class Plan:
-    """A `Plan` is the plan of one attempt to train a run. The field `hosts` lists the hosts in the order of node rank;
-    `slots` holds the number of workers of each host; `resume` is the folder of a checkpoint.
+    """A `Plan` holds the decisions before an attempt of a run starts: the hosts in the order of node rank, the number
+    of workers of each host (`slots`), and the checkpoint from which training resumes (`resume`).
     """
 
     attempt: int
@@ -122,8 +122,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An `Attempt` holds the content of one attempt's folder; the content of a file that does not exist yet or is
-    broken is None or missing.
+    """An `Attempt` holds the content of one attempt's folder; a field is None or empty if its file does not exist yet
+    or is damaged.
     """
 
     folder: Path
@@ -138,26 +138,26 @@ Form = TypeVar("Form", Plan, Beat, End, Verdict)
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
-    """Return the folder of the attempt with a given number of a run; attempts are counted from 0."""
+    """Return the folder of one attempt of a run; attempts are numbered from 0."""
     return run_dir / FOLDER / f"{number:04d}"
 
 
 def recipe_file(run_dir: Path, plan: Plan) -> Path:
-    """Return the path of the recipe that the workers of an attempt read; this file is written before the attempt's plan
-    is valid, and never changes.
+    """Return the path of the recipe that the workers of an attempt read; this file is written before the attempt's
+    plan, and never changes.
     """
     return folder_of(run_dir, plan.attempt) / f"recipe-{plan.name}.yaml"
 
 
 def file_of(folder: Path, start: str, host: str) -> Path:
-    """Return the path of a host's file in an attempt's folder. The file name begins with `start` (the kind of file, a
-    heartbeat or the record of an end); characters of the host's name that a file name must not have are escaped.
+    """Return the path of a host's file in an attempt's folder. The file name begins with `start`, the kind of file (a
+    heartbeat or the record of an end). Characters of the host's name that are not allowed in file names are escaped.
     """
     return folder / f"{start}{quote(host, safe='')}.json"
 
 
 def numbers(run_dir: Path) -> list[int]:
-    """Return the numbers of all attempts of which a run has a folder, the oldest first."""
+    """Return the numbers of all attempts whose folders exist in a run's folder, the oldest first."""
     return sorted(int(path.name) for path in (run_dir / FOLDER).glob("[0-9]*") if path.name.isdecimal())
 
 
@@ -187,8 +187,8 @@ def text_of(form: Plan | Beat | End | Verdict) -> str:
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """Return the object from which `text_of` made a text; return None if the text does not have the expected form. Keys
-    that later versions write are ignored.
+    """Convert the text of an attempt's file to an object (the inverse of `text_of`); return None if the text does not
+    have the expected form. Keys that later versions write are ignored.
     """
     try:
         content: Any = json.loads(text)

@@ -1,4 +1,5 @@
-"""This module is the command group `tc3 runs`: `report` says where the time of runs went, and `watch` follows a run.
+"""This module is the command group `tc3 runs`: `report` shows how much time runs spent on each kind of work, and
+`watch` follows a run.
 
 `follow` shows the status of a run: on a terminal as a table that is updated in place, elsewhere as a new line after
 each change. `Scalars` writes a run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics. `Exporter`
@@ -57,7 +58,7 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Call `look` every `every` seconds and show the run's status that it returns, until the run has ended; return the
+    """Show the status of a run (from the function `look`) every `every` seconds until the run has ended; return the
     exit code.
     """
     if as_json or not console.is_terminal:
@@ -92,7 +93,9 @@ def json_line(status: Status) -> str:
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """Return the status of a run as pairs (name, value in words); values that the run does not have are left out."""
+    """Return the status of a run as pairs (name, value), with both as text. Values that the run does not have are left
+    out.
+    """
     total = f" of {status.total_steps:,}" if status.total_steps else ""
     known = (
         share(status.goodput)
@@ -222,8 +225,8 @@ class Scalars:
         self._write(record, values)
 
     def add_routers(self, record: dict[str, Any]) -> None:
-        """Write one step of metrics/routers.jsonl (measurements of the routers) as scalars for TensorBoard; each scalar
-        is the value of the worst layer.
+        """Write the measurements of the routers in one step (from metrics/routers.jsonl) as scalars for TensorBoard.
+        Each scalar is the measurement of the worst layer.
         """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}
@@ -237,8 +240,8 @@ class Scalars:
 
 
 class Exporter:
-    """An `Exporter` writes the status of a run into the file `path` in the form of Prometheus, and replaces the file
-    for each new status.
+    """An `Exporter` writes the status of a run to the file `path` as Prometheus metrics, and replaces the file for each
+    new status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.
@@ -258,7 +261,7 @@ class Exporter:
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
-        """Write the whole file anew for a status of the run; unknown values are left out."""
+        """Replace the file of Prometheus metrics by the values of a new status; unknown values are left out."""
         registry: Any = self.client.CollectorRegistry()
 
         def gauge(name: str, words: str, value: float, **labels: str) -> None:
@@ -283,7 +286,7 @@ class Exporter:
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """Report where the time of runs went and why they failed, or follow a run that is in progress."""
+    """Report how runs spent their time and why they failed, or follow a run that is in progress."""
 
 
 @runs.command(
@@ -291,20 +294,27 @@ def runs() -> None:
 )
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", type=click.Path(path_type=Path), help="Write an HTML page with tables and pictures.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Draw all attempts of the runs on a time line (.svg or .png)."
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write the report as an HTML page with tables and pictures to this file.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Draw a timeline of the runs, with all starts after failures (.svg or .png).",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Also compare the usual step time with the step time predicted for the cluster that tc3 firsthour measured.",
+    help="Also compare the run's median step time with the step time that is predicted for the cluster that tc3 "
+    "firsthour measured.",
 )
 def report_command(
     folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None, measured: Path | None
 ) -> None:
-    """Report where the time of runs went, from the records in their folders.
+    """Report how much time runs spent on each kind of work, from the records in the runs' folders.
 
     RUN is the folder of a run of tc3 train or tc3 agent, whether the run has ended or not; several runs are shown side
     by side. The report says "unknown" for values that a run's records do not contain.
@@ -365,7 +375,7 @@ def _beside(folders: tuple[Path, ...], measured: Path) -> list[Study]:
 def watch_command(
     folder: Path, once: bool, every: float, prometheus: Path | None, tensorboard: bool, as_json: bool
 ) -> None:
-    """Follow a run from any machine that sees its folder.
+    """Show the progress of a run, on any machine that can read the run's folder.
 
     Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up or was
     left, 2 for a wrong input, 130 after Ctrl-C.

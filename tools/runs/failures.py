@@ -30,8 +30,8 @@ _NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Pyth
 
 @dataclass(frozen=True)
 class Signature:
-    """A `Signature` is an entry of signatures.yaml, about one cause of failures: how the cause shows in a log, its
-    name, and what to do.
+    """A `Signature` is an entry of signatures.yaml. A `Signature` describes one cause of failures: its name, a pattern
+    of log lines that show it, and a remedy.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Signature:
 @dataclass(frozen=True)
 class Found:
     """A `Found` is the cause of a failure according to a log: the matching entry of signatures.yaml and the matching
-    line, or `UNKNOWN` and the most informative lines.
+    line, or `UNKNOWN` and the most informative lines of the log.
 
     `victim`: whether the failure of another worker can cause such a line, too, so that the line does not show which
     worker failed first.
@@ -76,8 +76,8 @@ def without_noise(lines: Sequence[str]) -> list[str]:
 
 
 def diagnose(lines: Sequence[str]) -> Found:
-    """Return the cause of a failure that the lines of one worker's log show. Entries of signatures.yaml for failures
-    that a worker can only cause itself take precedence over entries for consequences of other workers' failures.
+    """Return the cause of a failure that the lines of one worker's log show. A cause within the worker itself takes
+    precedence over a consequence of another worker's failure.
     """
     loud = without_noise(lines)
     for victim in (False, True):
@@ -161,15 +161,15 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def untold(run: Run) -> list[int]:
-    """Return the numbers of the attempts before the newest one for which there is no record of how they ended, such as
-    after a power cut.
+    """Return the numbers of earlier attempts for which no file records how they ended, for example because of a power
+    cut.
     """
     return [one.number for one in run.attempts[:-1] if one.plan and not one.ends and one.verdict is None]
 
 
 def failure_of(attempt: Attempt) -> Failure:
-    """Return the failure of an attempt that its verdict names. Without a verdict, return the failure of the first node
-    that ended with an error; if neither the verdict nor a node names a worker, return the failure that the logs show.
+    """Return the failure of an attempt that its verdict names. If the attempt has no verdict, return the failure of the
+    first node that ended with an error. If no node ended with an error, return the failure that the logs show.
     """
     bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
     verdict = attempt.verdict

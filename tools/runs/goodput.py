@@ -1,5 +1,5 @@
-"""This module finds where a run's time went: it divides the wall time into consecutive spans, each with one kind of
-work (such as training, saving or waiting).
+"""This module divides the wall time of a run into consecutive spans, each with one kind of work (such as training,
+saving or waiting).
 
     1. Each attempt is a frame, from the writing of its plan to its end; a run without recorded attempts has a frame for
        each start.
@@ -50,7 +50,7 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class Piece:
     """A `Piece` is a span of a run's time with one kind of work, from `begin` to `end` in microseconds since 1970. If
-    the span is a series of training steps, `between` is the number of its microseconds that lie between the steps.
+    the span is a series of training steps, the field `between` holds the microseconds between the steps.
     """
 
     begin: int
@@ -62,7 +62,9 @@ class Piece:
 
 @dataclass
 class Frame:
-    """A `Frame` is the time of one attempt of a run, from its plan to its end, in microseconds since 1970."""
+    """A `Frame` holds the start time (the time of the plan) and the end time of one attempt of a run, in microseconds
+    since 1970.
+    """
 
     number: int
     begin: int
@@ -84,7 +86,9 @@ class Ledger:
 
     @property
     def wall(self) -> int:
-        """Return the number of microseconds from the plan of the run's first attempt to the end of its last attempt."""
+        """Return the number of microseconds from the start of the run's first attempt to the end of its last
+        attempt.
+        """
         return self.frames[-1].end - self.frames[0].begin
 
     def totals(self, attempt: int | None = None) -> dict[Kind, int]:
@@ -100,8 +104,8 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """Return the share of the run's time that was spent on steps which no later attempt repeated; None for a run of
-        no duration.
+        """Return the share of the run's time that was spent on steps which no later attempt repeated; return None for a
+        run of no duration.
         """
         return self.totals()["kept"] / self.wall if self.wall else None
 
@@ -215,8 +219,8 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
     now, seen = frame.begin, False
 
     def until(end: int, kind: Kind) -> None:
-        """Add a span of time with the work `kind` from the end of the last span to `end`; a span of training steps is
-        joined with a preceding span of steps.
+        """Add a span of time from the end of the last span to `end`, spent on the work `kind`. A span of training steps
+        is joined with a preceding span of training steps.
         """
         nonlocal now
         end = min(max(end, now), frame.end)
@@ -228,8 +232,8 @@ def _pieces(run: Run, frame: Frame) -> list[Piece]:
         now = end
 
     def gap(end: int) -> None:
-        """Add the time up to the end of the next event, which is a series of training steps or a single event such as a
-        save.
+        """Extend the list of spans up to the end of the next event. An event is a series of training steps, or a single
+        event such as a save.
         """
         nonlocal now
         end = min(end, frame.end)

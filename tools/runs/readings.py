@@ -38,7 +38,7 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 @dataclass
 class Readings:
     """A `Readings` holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a
-    resumed run repeats steps, the new records replace the old ones.
+    resumed run repeats steps, the new records replace the old records of these steps.
 
     After a change of the global batch all steps are counted as those of the part that was read last: an older record
     gets the number of the step that now trains its samples, and the first record of a number is kept.
@@ -88,8 +88,8 @@ class Readings:
         return self.steps[max(self.steps)] if self.steps else {}
 
     def tokens_per_second(self) -> float | None:
-        """Return the median number of tokens per second over the steps since the last start of the workers, without the
-        first of these steps, in which the graph is compiled.
+        """Return the median number of tokens per second over the steps since the last start of the workers. The first
+        step after the start does not count, because it includes compiling the graph.
         """
         numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
         speeds = [
@@ -147,7 +147,9 @@ def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evalu
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
-    """Return the held-out losses in one record of an evaluation file; None if no run writes a record of this form."""
+    """Return the held-out losses in one record of an evaluation file; return None if the record does not have the
+    expected form.
+    """
     corpora = record.get("corpora", {})
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= _MOST_STEPS or not _is_number(record.get("held_out_loss")):
@@ -157,8 +159,8 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return the perplexity, which is the exponential of a loss in nats; infinity if it is too large for a float, and
-    None if the loss is None.
+    """Return the perplexity, which is the exponential of a loss in nats; return infinity if it is too large for a
+    float, and None if the loss is None.
     """
     if loss is None or math.isnan(loss):
         return None
@@ -174,8 +176,8 @@ def loss_in_words(loss: float | None) -> str:
 
 
 class Follower:
-    """A `Follower` reads the complete lines that a JSON-lines file has gained since the last call, without the lines
-    that an attempt has written too late (`plugins.lines.Newest`).
+    """A `Follower` reads the complete lines that were appended to a JSON-lines file since the last call. A `Follower`
+    leaves out lines that an old attempt wrote after a newer attempt had begun.
     """
 
     def __init__(self, file: Path, newest: int | None = None):
@@ -192,8 +194,8 @@ class Follower:
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records that were added since the last call, each when it is read, for files that are too large for
-        memory.
+        """Yield one by one the records that were added since the last call, so that files larger than memory can be
+        read.
         """
         if not self.file.exists():
             return
@@ -209,8 +211,8 @@ class Follower:
 
 
 class Steps(Follower):
-    """A `Steps` reads the new lines of a metrics file at each call; lines of a form that no run writes are left out and
-    listed in `faults`.
+    """A `Steps` reads the new lines of a metrics file at each call; lines that do not have the expected form are left
+    out and listed in `faults`.
 
     Such lines (with a text in place of a number, a negative time or a time in the future) would lead to wrong tables
     that look right.
@@ -221,9 +223,7 @@ class Steps(Follower):
         self.faults: list[str] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records that were added to the metrics file since the last call and that have the form of a run's
-        records.
-        """
+        """Yield the records that were added to the metrics file since the last call and have the expected form."""
         for record in super().records():
             if fault := _fault_of(record):
                 self.faults.append(fault)
@@ -333,8 +333,8 @@ class Part:
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
-        """Return the median number of seconds of a step in this part of the run, without its first step, in which the
-        graph is compiled.
+        """Return the median number of seconds of a step in this part of the run. The first step does not count, because
+        it includes compiling the graph.
         """
         seconds = [value for value in self["seconds"][1 : USUAL_OF + 1] if value > 0]
         return median(seconds) if seconds else None
@@ -353,7 +353,7 @@ class Run:
 
     def usual(self, part: Part | None = None) -> float | None:
         """Return the median number of seconds of a step in one part of the run, or in the newest part with enough steps
-        if this part has too few.
+        if the requested part has too few steps.
         """
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
@@ -394,12 +394,12 @@ def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """Return the recipe in RUN/recipe.yaml; None if the file does not exist or cannot be read."""
+    """Return the recipe in RUN/recipe.yaml; return None if the file does not exist or cannot be read."""
     return read_recipe(folder / "recipe.yaml")
 
 
 def read_recipe(file: Path) -> Recipe | None:
-    """Return the recipe in a file; None if the file does not exist or cannot be read."""
+    """Return the recipe in a file; return None if the file does not exist or cannot be read."""
     try:
         return load_recipe(file)
     except (TC3Error, OSError):
@@ -421,7 +421,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Return the content of those files of a run's folder that the reports about the run need.
+    """Read the files of a run's folder that reports about the run need, and return their content.
 
     Raises:
         DataError: as in `check_folder`.

@@ -165,12 +165,12 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share of the time as text in per cent."""
+    """Return a share of the time, such as 0.123, as a text in per cent, such as 12.3 %."""
     return "not known" if value is None else f"{100 * value:.1f} %"
 
 
 def head(found: Study) -> Rows:
-    """Return the summary of a run as pairs of a name and a value in words."""
+    """Return the summary of a run as pairs (name, value), with both as text."""
     time = found.ledger
     if isinstance(time, str):
         usual = ["usual step", duration(found.run.usual())]
@@ -199,7 +199,7 @@ def _held_out_rows(found: Study) -> Rows:
 
 
 def time_rows(studies: Sequence[Study]) -> Rows:
-    """Return the rows of a table of the time that runs spent: a row for each kind of work on which any run spent time,
+    """Return the rows of a table of the time that runs spent: a row for each kind of work (such as training or saving),
     and a column for each run.
     """
     known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
@@ -220,8 +220,8 @@ def _time_cell(found: Study, kind: Kind) -> str:
 
 
 def attempt_rows(found: Study) -> Rows:
-    """Return the rows of a table with a row for each attempt of a run; the begin of an attempt is given in seconds
-    after the begin of the first attempt.
+    """Return the rows of a table with a row for each attempt of a run; the start of each attempt is given in seconds
+    after the start of the first attempt.
     """
     if isinstance(found.ledger, str):
         return []
@@ -237,8 +237,8 @@ def attempt_rows(found: Study) -> Rows:
 
 
 def failure_rows(found: Study) -> Rows:
-    """Return the rows of a table with a row for each failure: the worker that caused it, and the cause; workers that
-    failed as a consequence are listed separately.
+    """Return the rows of a table with a row for each failure: the worker that caused the failure, the cause, and the
+    workers that failed as a consequence.
     """
     return [[str(one.attempt), who(one), one.name, _where(one), _says(one), _fell(one)] for one in found.failures]
 

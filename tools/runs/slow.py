@@ -24,8 +24,8 @@ LOOK = 30.0  # seconds between two looks at the probes
 
 @dataclass(frozen=True)
 class Slow:
-    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training): sentences about
-    slow ranks, sentences about what the probes cannot show, and the number of compared ranks (None without probes).
+    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training). A `Slow` holds
+    sentences about slow ranks, sentences about the limits of the probes, and the number of compared ranks.
     """
 
     compared: int | None

@@ -1,4 +1,4 @@
-"""This module computes, as data, everything that `tc3 runs report` prints about one run."""
+"""This module computes all values that `tc3 runs report` prints about one run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ JUDGED = ("loss", "global_norm")
 @dataclass(frozen=True)
 class Spike:
     """A `Spike` is a sudden high value of a metric: at `step`, the metric `name` had the value `value`, which is
-    `above` standard deviations higher than in the steps before (None if the value is not finite).
+    `above` standard deviations higher than in the preceding steps. The field `above` is None if the value is not
+    finite.
     """
 
     step: int
@@ -128,8 +129,8 @@ class Mtbf:
 
 @dataclass(frozen=True)
 class Saving:
-    """A `Saving` compares the interval between checkpoint saves that a run used with the best interval, in seconds of
-    training, and holds the share of the time that each of the two intervals costs.
+    """A `Saving` holds the interval between checkpoint saves that a run used and the best interval, in seconds of
+    training. A `Saving` also holds the share of the time that saving at each of these intervals costs.
     """
 
     cost: float
@@ -142,8 +143,8 @@ class Saving:
 
 
 def mtbf(failures: int, running: float) -> Mtbf | None:
-    """Return the mean time between failures of a run that had a given number of failures in `running` seconds; None if
-    the run did not train.
+    """Return the mean time between failures of a run that had a given number of failures in `running` seconds; return
+    None if the run did not train.
     """
     if running <= 0:
         return None
@@ -172,8 +173,8 @@ def young(cost: float, between: float) -> float:
 
 
 def daly(cost: float, between: float) -> float:
-    """Return the best interval between checkpoint saves by Daly's formula, in seconds of training; if a save costs at
-    least twice the mean time between failures, return that mean time.
+    """Return the best interval between checkpoint saves by Daly's formula, in seconds of training; if a save takes at
+    least twice the mean time between failures, return the mean time between failures.
     """
     if cost >= 2 * between:
         return between
@@ -189,8 +190,8 @@ def overhead(cost: float, interval: float, between: float) -> float:
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """Return a comparison of the interval between checkpoint saves that the run used with the best interval; None if
-    the run had no failure or the cost of a save was not measured.
+    """Return a comparison of the interval between checkpoint saves that the run used with the best interval; return
+    None if the run had no failure or the cost of a save was not measured.
     """
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
@@ -229,7 +230,7 @@ class Checkpoints:
 @dataclass(frozen=True)
 class Beside:
     """A `Beside` holds the usual step time of a run in seconds, the step time that is predicted for a measured cluster,
-    and the ratio of the two times.
+    and the ratio of these two times.
     """
 
     usual: float
@@ -239,8 +240,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Study:
-    """A `Study` holds everything that the report prints about one run; `ledger` divides the run's time by kind of work,
-    or is a sentence if this is not possible.
+    """A `Study` holds all values that `tc3 runs report` prints about one run. The field `ledger` divides the run's time
+    by kind of work; if the time cannot be divided, `ledger` is a sentence that says why.
     """
 
     run: Run

@@ -71,7 +71,7 @@ class _Part:
         return self.place(self.start)
 
     def add(self, record: dict[str, Any], cut: float) -> None:
-        """Add the record of a step; a step behind the place `cut` does not count, because a later attempt repeats
+        """Add the record of a step. A step behind the place `cut` does not count, because a later attempt repeats
         it.
         """
         seconds, stands = _number(record, "seconds"), self.place(record["step"]) <= cut
@@ -100,7 +100,8 @@ def _part(record: dict[str, Any], unit: float | None) -> _Part:
 
 
 class Kept:
-    """A `Kept` reads the steps of a run while it trains, and counts the steps that no later attempt has repeated.
+    """A `Kept` reads the records of training steps while a run trains, and counts the steps that no later attempt has
+    repeated.
 
     Args:
         file: the metrics file of the rank that has the run's loss.
@@ -197,8 +198,8 @@ class Kept:
 
     @property
     def seconds(self) -> float:
-        """Return the total number of seconds of all steps that count; for the first step after each start of the
-        workers, which includes compiling, the usual step time is counted.
+        """Return the total seconds of all steps that no later attempt has repeated. The first step after each start of
+        the workers, which includes compiling, counts with the usual step time.
         """
         whole = 0.0
         for part in self.parts:
@@ -223,13 +224,14 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """A `Status` is the state of a run at one moment; unknown values are None. All times of a `Status` are in seconds,
-    `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new record. The
-    held-out losses come from the last evaluation. The field `not_finite` names the loss and the global norm if they are
-    NaN or infinite in the newest step, except for the norm of a step that the loss scale skipped. The field
-    `fullest_expert` is the number of tokens of the fullest expert divided by the mean of its layer; `idle_experts` is
-    the number of experts, of all layers, that got no token in the newest step. If the batch grows (plugins/batch_ramp),
-    `step_samples` is the number of samples of the newest step, and `stage_end` is the last step with this number.
+    """A `Status` describes the state of a run at one moment; unknown values are None. All times of a `Status` are in
+    seconds, `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new
+    record. The held-out losses in a `Status` come from the last evaluation. The field `not_finite` names the loss or
+    the global norm if it is NaN or infinite in the newest step. The norm of a step that was skipped because of the loss
+    scale does not count. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean
+    over the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no
+    token in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in
+    the newest step, and `stage_end` is the last step with the same number.
     """
 
     run: str
@@ -271,7 +273,8 @@ class Status:
 
 
 class Watch:
-    """A `Watch` reads the folder of one run again and again, and reads each line of its files only once.
+    """A `Watch` reads the files of a run while it trains; each call reads only the lines that were added since the last
+    call.
 
     Raises:
         DataError: the folder is not the folder of a run.
@@ -304,7 +307,7 @@ class Watch:
 
     def look(self) -> Status:
         """Read what the run has written since the last call, and return the status of the run. If a new run was started
-        in the folder since then (`tc3 train --force`), read the new run from its beginning.
+        in the same folder since the last call (`tc3 train --force`), read the new run from its beginning.
         """
         if self._is_another_run():
             Watch.__init__(self, self.folder, *self.sinks)

@@ -163,8 +163,9 @@ def model_number(view: View, key: str) -> int:
 
 
 def model_default(view: View, key: str) -> Any:
-    """Return MindFormers' default for a key of `model.model_config`: that of the model's config class, or that of the
-    field of TransformerConfig into which the key is converted; None if there is no default.
+    """Return MindFormers' default for a key of `model.model_config`. The default comes from the model's config class
+    or, if this class has no default, from the corresponding field of TransformerConfig. Return None if there is no
+    default.
     """
     schema = load_schema()
     model = schema.model_type(view.recipe)

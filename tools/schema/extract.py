@@ -51,7 +51,9 @@ _TYPED = {  # section -> registry it is built from
 
 
 def main() -> None:
-    """Write the committed schema files again."""
+    """Extract the schema from the installed MindFormers and MindSpore, and write the schema files of this
+    repository.
+    """
     from tools.schema.schema import SCHEMA_FILE, Schema, json_schema
 
     data = extract()

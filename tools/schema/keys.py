@@ -1,5 +1,5 @@
-"""This module checks every key and value of a recipe against the schema. The module finds unknown keys, wrong types and
-impossible choices.
+"""This module checks every key and value of a recipe against the schema of MindFormers' recipes. The module finds
+unknown keys, values of a wrong type, and values that are not among the allowed choices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
 
 
 def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
-    """Add an error for a recipe that names no model, or two different models: MindFormers reads the keys of the model
-    by `model_type`, and builds the class under `architectures`.
+    """Add an error for a recipe that names no model, or two different models: `model_type` decides which keys
+    MindFormers reads, and `architectures` decides which class it builds.
     """
     kind, classes = (look(recipe, (*MODEL, key)) for key in ("model_type", "architectures"))
     folder = look(recipe, ("pretrained_model_dir",)) or look(recipe, ("model", "pretrained_model_dir"))
@@ -47,7 +47,7 @@ def check_model(recipe: Recipe, schema: Schema, found: Findings) -> None:
 
 def refuse_keys(recipe: Recipe) -> None:
     """Raise an error for a recipe with a key or value that MindFormers does not know, or with a model that MindFormers
-    does not train, because results about such a recipe would be wrong.
+    cannot train. Commands call this function because they would compute wrong results for other recipes.
 
     Raises:
         RecipeError: the message describes the first such key or value, with file, line, key path and a right value, and

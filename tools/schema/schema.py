@@ -35,8 +35,8 @@ WORDS = {
 
 def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
     """Return the allowed types of an argument, such as ``{"types": ["int", "null"]}``; return an empty mapping if any
-    value is allowed. If a default value contradicts the annotation, its type is allowed, too (MindFormers writes `x:
-    int = None`).
+    value is allowed. If the default value has another type than the annotation (as in MindFormers' `x: int = None`),
+    both types are allowed.
     """
     kinds = _kinds(annotation)
     if kinds is None:
@@ -76,7 +76,9 @@ def kind(value: Any) -> str:
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Return whether a value is of one of `kinds`. An integer counts as a value of the kind "number", too."""
+    """Return whether a YAML value has one of the kinds (types) in `kinds`. An integer also has the kind of
+    floating-point numbers.
+    """
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
@@ -127,12 +129,14 @@ class Schema:
 
     def line(self, rule: str) -> str:
         """Return the line of MindFormers' sources on which a rule of `tc3 check` is based, such as
-        ``mindformers/...py:123``; "" without a rule.
+        ``mindformers/...py:123``; return "" if no rule is given.
         """
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """Return the recipe's `model_type`, or that of TeleChat3-MoE if MindFormers does not know the recipe's type."""
+        """Return the recipe's `model_type`; if MindFormers does not know this type, return the type of
+        TeleChat3-MoE.
+        """
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
@@ -144,7 +148,7 @@ class Schema:
         return [name for name, model in sorted(self.models.items()) if model["trains"]]
 
     def class_of(self, model: str) -> str:
-        """Return the name under `architectures` of the class that trains `model`."""
+        """Return the name of the class that trains `model`, as recipes name it under `architectures`."""
         return str(self.models[model]["config_class"]).removesuffix("Config") + "ForCausalLM"
 
     def fields(self, model: str) -> dict[str, Spec]:
@@ -154,7 +158,9 @@ class Schema:
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Return the fields into which MindFormers writes `key`, as pairs (field, function of its value)."""
+        """Return the fields of the TransformerConfig that MindFormers sets from the recipe's `key`, as pairs (field,
+        function that converts the value).
+        """
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
@@ -328,7 +334,9 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """Return the schema of every recipe as JSON text. In this schema, `model_config` may have the keys of any model."""
+    """Return the schema of every recipe as JSON text. In the schema of every recipe, `model_config` may have the keys
+    of any model.
+    """
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]
@@ -352,7 +360,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """Return the JSON schema of what is allowed at one key of a recipe; `name` is the key."""
+        """Return the JSON schema of the values that are allowed at the key `name` of a recipe."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name

@@ -1,5 +1,5 @@
-"""This module reads from MindFormers' sources the facts that `tools.schema.extract` needs: the keys that code reads,
-registered classes, models, and TransformerConfig.
+"""This module reads facts from MindFormers' sources for `tools.schema.extract`: the recipe keys that MindFormers reads,
+its registered classes, its models, and the fields of TransformerConfig.
 
 MindFormers passes most YAML sections around as dictionaries, so the code that reads them (`config.a.b`, `config["a"]`,
 `config.get("a")`, `getattr(config, "a")`) is the only place that shows which keys exist.
@@ -24,8 +24,9 @@ _METHODS = {*_GETTERS, "items", "keys", "values", "append", "update", "set_value
 
 
 def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) -> dict[str, set[str]]:
-    """Return the keys that code of Python `files` reads below the variables `roots` (if `of_self`, only attributes of
-    `self`), such as ``{"": {"seed", ...}, "checkpoint": {"prefix", ...}}``.
+    """Return the configuration keys that the Python files `files` read from the variables `roots`, such as ``{"":
+    {"seed", ...}, "checkpoint": {"prefix", ...}}``. If `of_self` is True, only variables that are attributes of `self`
+    count.
     """
     found: dict[str, set[str]] = defaultdict(set)
     names = set(roots)
@@ -45,7 +46,9 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Return those `names`, sorted, that no Python file in `files` reads as an attribute or contains as a string."""
+    """Return, sorted, the names in `names` that no Python file in `files` reads as an attribute or contains as a
+    string.
+    """
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -222,9 +225,9 @@ def _ties(config_class: Any) -> bool:
 
 
 def fixed_fields(texts: list[str]) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that a training model does not read, each with the value that the model
-    has instead. A model that builds all layers by a single call of `get_gpt_layer_local_spec` cannot mix kinds of
-    layers, and has experts, latent attention and MTP layers only if it passes their settings to this function.
+    """Return the fields of TransformerConfig that the code of a model ignores, each with the value that the model uses
+    instead. For example, a model that builds all layers by one call of `get_gpt_layer_local_spec` cannot mix dense and
+    MoE layers.
     """
     calls = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     given: dict[str, dict[str, ast.expr]] = {}
@@ -256,8 +259,8 @@ def _closure(function: Any) -> dict[str, Any]:
 
 
 def transformer(site: Path) -> dict[str, Any]:
-    """Return facts about MindFormers' TransformerConfig: its fields, the fields that no code reads, the keys whose
-    absence MindFormers does not report, and the registered models.
+    """Return facts about MindFormers' TransformerConfig: its fields, the fields that no code reads, the keys that may
+    be missing without a report by MindFormers, and the registered models.
     """
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY

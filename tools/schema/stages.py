@@ -21,9 +21,9 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Return MindFormers' layer_list [chunk][stage]; None if the offset is not valid for the recipe's layers and
-    stages. Without a pipeline the list is ``[[all layers]]``. The list [chunk][stage] does not always show the stages
-    on which layers run: see `stage_layers_of`.
+    """Return the number of layers of each [chunk][stage], as MindFormers computes it; return None if the offset is not
+    valid for the recipe's layers and stages. Without a pipeline the result is ``[[all layers]]``. In some schedules a
+    chunk's stages are counted from the last stage (see `stage_layers_of`).
     """
     require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
@@ -42,9 +42,8 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Return the layers [chunk][stage], ordered by the stages that run them; return None if `layers_of` returns None.
-    In zero_bubble_v the second chunk runs from the last stage to the first: for this chunk, `layers_of` counts stages
-    from the last one.
+    """Return the number of layers that each [chunk][stage] runs; return None if `layers_of` returns None. The result
+    differs from `layers_of` only for the second chunk in zero_bubble_v, which runs from the last stage to the first.
     """
     layers = layers_of(view, built)
     if layers is None or not runs_back(view):
@@ -53,13 +52,13 @@ def stage_layers_of(view: View, built: Built) -> Layers | None:
 
 
 def runs_back(view: View) -> bool:
-    """Return whether the second chunk runs from the last stage to the first."""
+    """Return whether the second model chunk runs from the last stage to the first, as in zero_bubble_v."""
     return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 
 def loss_rank(view: View) -> int:
-    """Return a rank that computes the loss: the last rank of the last stage or, if the schedule ends on the first
-    stage, the first rank.
+    """Return a rank that computes the loss: the last rank of the last stage, or rank 0 if the schedule ends on the
+    first stage.
     """
     return view.devices - 1 if view.parallel and stage_of_loss(view.pp, view.scheduler) else 0
 
@@ -104,8 +103,8 @@ def check_recompute(view: View, total: int, found: Findings) -> None:
 
 
 def excludes(value: Any) -> bool:
-    """Return whether the value of a key such as `select_recompute_exclude` keeps operators of at least one layer out of
-    recomputation.
+    """Return whether the value of a key such as `select_recompute_exclude` excludes operators of at least one layer
+    from recomputation.
     """
     if isinstance(value, dict):
         return any(map(_of_layers, value.values()))
@@ -141,8 +140,8 @@ def _same_operators(pattern: str, other: str) -> bool:
 
 
 def swaps(view: View) -> bool:
-    """Return whether activations are swapped to the host. If activations are swapped, the recompute keys name layers by
-    number instead of counting them.
+    """Return whether activations are swapped to the host. If activations are swapped, the values of the recompute keys
+    are lists of layer numbers instead of numbers of layers.
 
     The key `swap` of model_config turns swapping on. MindFormers 1.9.0 reads and checks the section `swap_config`, but
     does not pass it to any model: `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs show

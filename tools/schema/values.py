@@ -1,6 +1,6 @@
 """This module adds facts that MindFormers' annotations leave out: the values that a key may take, and the types of the
-keys in sections that MindFormers' code reads from dictionaries. The file values.yaml holds most of these facts, and
-this module holds those that follow from names in other modules.
+keys in sections that MindFormers' code reads from dictionaries. The file values.yaml holds most of the added facts.
+This module itself holds the facts that follow from names in other modules.
 
 `of_plugin` returns the keys and values of a plugin, from the class of its settings.
 """
@@ -62,7 +62,7 @@ _LIMITS = {"least": "min", "below": "below"}
 
 
 def of_plugin(section: type[Section]) -> dict[str, Spec]:
-    """Return the keys of a plugin, which follow from the class of its settings."""
+    """Return the schema of a plugin's recipe keys, derived from the class of the plugin's settings."""
     keys: dict[str, Spec] = {}
     for each in fields(section):
         limits, spec = each.metadata, dict[str, Any](description=each.metadata["meaning"])

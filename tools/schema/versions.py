@@ -43,8 +43,8 @@ def installed(distribution: str) -> str | None:
 
 
 def others() -> dict[str, str]:
-    """Return a dictionary distribution -> installed version, for the distributions whose installed version is not the
-    verified one.
+    """Return the distributions (packages) whose installed version is not the verified version, as a dictionary
+    distribution -> installed version.
     """
     found = {distribution: installed(distribution) for distribution in _NAMES}
     return {name: version for name, version in found.items() if version and version != verified()[name]}
@@ -61,15 +61,15 @@ def going_on() -> bool:
 
 
 def unverified_words() -> list[str]:
-    """Return the arguments that pass the option `--unverified` on to another command; [] if the user did not give
-    it.
+    """Return the arguments that pass the option `--unverified` on to another command; return [] if the user did not
+    give it.
     """
     return ["--unverified"] * going_on()
 
 
 def require_verified() -> None:
-    """Raise an error if MindSpore or MindFormers is installed in another version than the verified one. With
-    `--unverified`, print a warning instead.
+    """Raise an error if the installed version of MindSpore or MindFormers is not the verified version. If the user gave
+    `--unverified`, print a warning instead of raising an error.
 
     A package that is not installed is not an error of this function: the code that needs the package reports that it is
     missing.

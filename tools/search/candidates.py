@@ -40,8 +40,8 @@ from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 @dataclass
 class Funnel:
-    """A `Funnel` counts the candidate strategies of a search: all of them, and for each rule the candidates that were
-    dropped because it is the first rule that they break.
+    """A `Funnel` counts the candidate strategies of a search: all candidates, and for each rule the candidates that it
+    dropped. A candidate counts as dropped by the first rule that the candidate breaks.
     """
 
     total: int = 0
@@ -58,8 +58,8 @@ class Funnel:
         return self.total - sum(self.dropped.values())
 
     def lines(self) -> list[tuple[str, int]]:
-        """Return rows for a table of the candidate strategies: the number of all, for each rule the number that it
-        dropped (negative), and the number that is left.
+        """Return table rows with numbers of candidate strategies: all candidates, the candidates that each rule dropped
+        (as a negative number), and the remaining candidates.
         """
         return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
 
@@ -67,8 +67,8 @@ class Funnel:
 @lru_cache(maxsize=4096)
 def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
     """Return a balanced distribution of the model's layers, as the number of layers of each chunk and stage,
-    [chunks][stages]; the model must have at least stages x chunks layers. With `turned`, odd chunks run from the last
-    stage to the first (a V).
+    [chunks][stages]; the model must have at least stages x chunks layers. If `turned` is True, odd chunks run from the
+    last stage to the first, so that the pipeline forms a V.
 
     1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer.
     2. Each other layer goes to the stage with the least load; of several such stages it goes to the last, which holds
@@ -95,7 +95,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
 
 @lru_cache(maxsize=256)
 def end_weight(model: Model, sequence: int) -> float:
-    """Return the FLOPs of the head and the MTP layers, in units of the FLOPs of a layer of the last kind."""
+    """Return the FLOPs of the head and the MTP layers, divided by the FLOPs of the model's last layer."""
     config = Configuration(model, layers=((model.layers,),), sequence=sequence)
     ends = work(config, "head").flops + model.mtp * work(config, "mtp").flops
     return ends / work(config, model.last_kind).flops
@@ -141,9 +141,9 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A `Block` holds all legal candidate strategies with the same pp and vpp as a table: a column [rows] of integers
-    for each other degree or choice. Each row of the table stands for one candidate for each kind of recomputation in
-    `recompute`.
+    """A `Block` is a table of all legal candidate strategies with the same pp and vpp. A `Block` has a column of
+    integers for each other parallel degree or choice. Each row of the table stands for several candidates: one for each
+    kind of recomputation in `recompute`.
     """
 
     pp: int
@@ -155,7 +155,7 @@ class Block:
         return len(self.columns["dp"])
 
     def select(self, rows: np.ndarray) -> Block:
-        """Return the block with only some of its rows, given by indices or a mask."""
+        """Return a block with some rows of this block, which are given by indices or a mask."""
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
@@ -216,15 +216,15 @@ class _Axes:
         self.shape = tuple(len(values) for values in self.values.values())
 
     def along(self, name: str) -> np.ndarray:
-        """Return the values of a named axis (such as ep), in a shape with which NumPy broadcasts them along this axis
-        of the candidates' array.
+        """Return the values of a named axis (such as ep) of the candidates' array, in a shape that NumPy broadcasts
+        along this axis.
         """
         place = list(self.values).index(name)
         return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
 
     def survivors(self, request: Request, funnel: Funnel) -> np.ndarray | None:
-        """Return which candidates of this mesh (dp, tp, pp, cp) satisfy all rules, as a bool array over the other axes;
-        None if no candidate does.
+        """Return which candidates with these degrees dp, tp, pp and cp satisfy all rules, as a bool array over the
+        other choices. Return None if no candidate satisfies all rules.
         """
         size = int(np.prod(self.shape))
         funnel.total += size
@@ -320,7 +320,7 @@ class _Axes:
             yield f"--limit {limit.text}", limit.keeps(numbers)
 
     def columns(self, alive: np.ndarray, batch: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield for each vpp the remaining candidates as a table, in the form (vpp, columns)."""
+        """Yield the pair (vpp, columns) for each vpp; the columns are a table of the remaining candidates."""
         rows = alive.any(axis=-1)
         for index, vpp in enumerate(self.values["vpp"]):
             ep, mbs, mode, shard = np.nonzero(rows[index])
@@ -361,8 +361,8 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """Return the configuration of a candidate with balanced layers; for "planned" recomputation, all layers count as
-    recomputed until the pipeline optimiser has placed them.
+    """Return the configuration of a candidate with balanced layers; with "planned" recomputation, all layers count as
+    recomputed until the pipeline optimiser has placed the layers.
     """
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)

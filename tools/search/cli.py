@@ -62,9 +62,9 @@ from tools.search.overlay import keep_files_of
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the layout to this file.  [default: RECIPE.layout.yaml]",
+    help="Write the pipeline layout that the search found to this file.  [default: RECIPE.layout.yaml]",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --out even if it does not hold a layout.")
+@click.option("--force", is_flag=True, help="Overwrite the file that --out names even if it is not a layout file.")
 @seed_option
 @json_option
 def layout(
@@ -141,7 +141,9 @@ _RESERVE = 3.0
 
 
 class SearchOrCommand(RecipeOrCommand):
-    """A `SearchOrCommand` is the group `tc3 search`, which passes a recipe on to `tc3 search RECIPE`."""
+    """A `SearchOrCommand` is the command group `tc3 search`. If the first argument of the command is a recipe, the
+    group runs the search for this recipe.
+    """
 
     of_recipe = space_command
 
@@ -154,11 +156,14 @@ def search() -> None:
 @search.command()
 @click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Write the solution to this file."
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="Write the plan of the pipeline that the search found to this file.",
 )
 @effort_option("high")
 @time_limit_option(600.0, "Stop the command (without --picture) after this time, should the effort take longer.")
-@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@click.option("--force", is_flag=True, help="Overwrite the file that --out names if it exists.")
 @seed_option
 @click.option(
     "--memory-margin",
@@ -172,7 +177,7 @@ def search() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw a time line of the passes that each stage runs under the plan (.svg or .png).",
+    help="Draw a timeline of the forward and backward passes of each pipeline stage under the plan (.svg or .png).",
 )
 def pipeline(
     instance: Path,

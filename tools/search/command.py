@@ -42,10 +42,12 @@ _WIDTH = 200  # of tables in a file or pipe
 
 
 class OfGroup(click.Command):
-    """An `OfGroup` is a click command that prints the help of its command group instead of its own."""
+    """An `OfGroup` is a command (of the library `click`) that prints the help of its command group instead of its own
+    help.
+    """
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the same help as the command's group."""
+        """Write the help of the command group instead of the help of this command."""
         assert ctx.parent
         ctx.parent.command.format_help(ctx.parent, formatter)
 
@@ -61,7 +63,7 @@ class OfGroup(click.Command):
     "--cluster",
     "cluster_name",
     metavar="NAME|FILE.yaml",
-    help=f"Search for this cluster.  [default: {DEFAULT_HARDWARE}]",
+    help=f"Search for the best strategies on this cluster.  [default: {DEFAULT_HARDWARE}]",
 )
 @click.option(
     "--from",
@@ -69,9 +71,9 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="RUN|PROFILE|ROWS.yaml",
     help=(
-        "First fit the cluster's efficiencies to measurements, as tc3 search calibrate does. The measurements are the "
-        "folder of a profile of RECIPE, the folder of a run that contains a profile, or a file of measured steps. With "
-        "--write the description of the cluster with these efficiencies is saved next to OVERLAY.yaml, as "
+        "First fit the cluster's efficiencies to measurements, as tc3 search calibrate does. The option names a "
+        "profile's folder, the folder of a run that was profiled, or a file of measured steps. With --write the "
+        "description of the cluster with the fitted efficiencies is saved next to OVERLAY.yaml, as "
         "OVERLAY.cluster.yaml."
     ),
 )
@@ -81,9 +83,9 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search for the cluster that tc3 firsthour measured with RECIPE. Memory is predicted without the "
-        "measured memory terms, because these hold only for RECIPE's layout; a line prints these terms. With --write "
-        "the measured cluster is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search for the cluster that tc3 firsthour measured with RECIPE. The bundle's measured memory terms are "
+        "printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
+        "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
@@ -113,9 +115,9 @@ class OfGroup(click.Command):
     multiple=True,
     metavar="NAME|all",
     help=(
-        "Also rank layouts of this pipeline schedule, such as zero_bubble_v, or of all schedules; the table says "
-        "which schedules a recipe can ask for and which are only simulated. With this option, --write writes the "
-        "fastest layout whose schedule a recipe can ask for."
+        "Also rank layouts of this pipeline schedule, such as zero_bubble_v, or of all schedules; the printed table "
+        "says which schedules a recipe can use and which are only simulated. With --schedule, --write writes the "
+        "fastest layout whose schedule a recipe can use."
     ),
 )
 @click.option(
@@ -124,8 +126,8 @@ class OfGroup(click.Command):
     is_flag=True,
     help=(
         "Let layers also recompute single groups of operators (MLA's up-projections, the first matrix product of an "
-        "MLP, the experts), not only norms, communication or whole layers. With this option the search takes twice as "
-        "long."
+        "MLP, the experts), not only norms, communication or whole layers. With --recompute-operators the search "
+        "takes twice as long."
     ),
 )
 @click.option(
@@ -133,20 +135,20 @@ class OfGroup(click.Command):
     "swapping",
     is_flag=True,
     help=(
-        "Assign the layers of the best strategy to stages a second time; each layer may then also swap its "
-        "activations to the host instead of keeping or recomputing them, and the time on the link to the host is "
-        "counted. This second assignment is only simulated, and no file is written for it."
+        "Assign the best strategy's layers to stages a second time, where layers may also swap their activations to "
+        "the host; the swaps' transfer time is counted. The assignment with swapped activations is only simulated, "
+        "and is not written to a file."
     ),
 )
 @click.option(
     "--loads",
     metavar="LOADS",
     help=(
-        "Search a second time under uneven expert loads, rank the strategies of the first and the second search by "
-        "their expected step time, and show the chance that each runs out of memory. LOADS can be: even, published, "
+        "Search a second time under uneven expert loads, rank the strategies of both searches by their expected step "
+        "time, and show for each strategy the chance that it runs out of memory. LOADS can be even, published, "
         "trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, a run's folder or a routing "
-        "log (docs/estimator.md). With --loads, --write writes the strategy with the shortest expected step time "
-        "among the strategies that run out of memory at the fewest steps."
+        "log; docs/estimator.md explains these values. With --loads, --write writes the strategy with the shortest "
+        "expected step time among the strategies that run out of memory at the fewest steps."
     ),
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Show this many strategies.")
@@ -160,7 +162,7 @@ class OfGroup(click.Command):
     metavar="OVERLAY.yaml",
     help="Write the best strategy as a recipe that has RECIPE as its base.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --write if it exists.")
+@click.option("--force", is_flag=True, help="Overwrite the file that --write names if it exists.")
 @click.option(
     "--html",
     "html_file",
@@ -170,21 +172,22 @@ class OfGroup(click.Command):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw step time against memory of the strategies, and the timeline of the best one (.svg or .png).",
+    help="Plot the strategies' step time against their memory, and draw the timeline of the best strategy (.svg or "
+    ".png).",
 )
 @click.option(
     "--verify",
     "verified",
     metavar="N",
     type=Number("rows"),
-    help="Compile the best N strategies by dry runs and drop those that fail; if all N fail, go on with the next "
-    "strategies until one fits.",
+    help="Compile the best N strategies by dry runs, and drop the strategies that fail; if all N fail, try the next "
+    "strategies until one compiles and fits into memory.",
 )
 @click.option(
     "--full",
     is_flag=True,
-    help="With --verify: compile whole stages, which takes minutes for each strategy, instead of one layer of each "
-    "kind.",
+    help="With --verify: compile whole pipeline stages, which takes minutes for each strategy, instead of one layer of "
+    "each kind.",
 )
 @unverified_option
 @json_option
@@ -283,7 +286,7 @@ def _check_name(overlay: Path) -> None:
     part = is_fragment(os.path.abspath(overlay))
     if is_left_out(overlay) or part:
         what = "a part of a recipe" if part else "no recipe"
-        raise RecipeError(f"--write {overlay}: tc3 check takes a file of this name for {what}; name another file")
+        raise RecipeError(f"--write {overlay}: `tc3 check` takes a file of this name for {what}; name another file")
 
 
 def _kept(options: dict[str, Any]) -> Path | None:

@@ -1,5 +1,5 @@
 """This module finds the layouts whose predicted times differ by less than the estimator's error, and the cheapest
-experiment that would show which of them is the fastest.
+experiment that would show which of these layouts is the fastest.
 
 Step times are sums of the estimator's terms, each of which may be wrong by a factor that is the same for all layouts.
 The factors are drawn 4,096 times, with the same factors for all layouts: therefore errors of time that all layouts have
@@ -70,8 +70,8 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
 
 
 def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
-    """Return how sensitive the step time of each layout is to each term: the change of ln(seconds) if the term is off
-    by its usual deviation, [configs, TERMS].
+    """Return the sensitivity of each layout's step time to each term (such as matmul), as an array [layouts, TERMS].
+    The sensitivity is the change of ln(seconds) if the term changes by its usual deviation.
     """
     found = np.zeros((len(configs), len(TERMS)))
     for column, term in enumerate(TERMS):
@@ -82,8 +82,8 @@ def slopes(model: TimeModel, configs: Sequence[Configuration]) -> np.ndarray:
 
 
 def scaled(slope: np.ndarray, error: float) -> np.ndarray:
-    """Return the sensitivities `slope` [configs, TERMS] multiplied by one factor, so that the step times of layouts
-    vary by `error` on average, as predictions do.
+    """Scale the sensitivities `slope` [layouts, TERMS] by one factor, so that step times vary by `error` on average,
+    like the errors of predictions.
     """
     wanted = _DEVIATION * error
     varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
@@ -250,8 +250,8 @@ def _cheapest(right: Sequence[float], before: float, node: int) -> Experiment | 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
     """Return the probability that the first layout of a search is the fastest, given the errors of predicted step
-    times; None if the search found no layout. The recipe's own layout is included if it has the requested devices and
-    batch, and fits into memory.
+    times; return None if the search found no layout. The recipe's own layout is included if it uses the requested
+    number of devices and batch, and fits into memory.
     """
     entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
     if not entries:
@@ -281,8 +281,8 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 
 def least_devices(config: Configuration) -> int:
-    """Return the smallest number of devices on which a layout can run a step: one pipeline with only as many
-    data-parallel ranks as its expert-parallel groups need, because MindFormers distributes experts over the data- and
-    tensor-parallel ranks (and not over the context-parallel ranks).
+    """Return the smallest number of devices on which a layout can run a step: one pipeline with as few data-parallel
+    ranks as the expert-parallel groups allow. MindFormers distributes experts over data- and tensor-parallel ranks, and
+    not over context-parallel ranks.
     """
     return config.pp * config.cp * math.lcm(config.tp, config.ep)

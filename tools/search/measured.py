@@ -35,7 +35,7 @@ from tools.search.options import json_option, overrides_option
 _steps = click.option(
     "--steps",
     type=Number("steps"),
-    help="Assume that PROFILE holds this many training steps, if its files do not state the number.",
+    help="Assume that PROFILE contains this many training steps, if the profile's files do not state their number.",
 )
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
@@ -46,10 +46,10 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.yaml",
-    help="Write the error of each run's predicted memory to this file, in the form of "
+    help="Write the error of the predicted memory of each run to this file, in the form of "
     "tools/estimate/memory/errors.yaml.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --record if it exists.")
+@click.option("--force", is_flag=True, help="Overwrite the file that --record names if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
 def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> None:
     """Predict each run of a measurements file from its configuration only.
@@ -73,7 +73,7 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     unknown = [(index, found.row) for index, found in enumerate(predictions) if not found.row.cluster]
     if unknown:  # devices that nobody knows, in one line for all of them
         index, row = unknown[0]
-        more = f" (and {len(unknown) - 1} more with an unknown device)" if len(unknown) > 1 else ""
+        more = f" (and {len(unknown) - 1} more rows have an unknown device)" if len(unknown) > 1 else ""
         raise DataError(f"{rows}: rows[{index}].hardware: {row.reason}{more}")
     if not any(found.step_time_s for found in predictions):
         reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])
@@ -126,7 +126,7 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
 @click.command("calibrate")
 @click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
 @click.option(
-    "--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Name the recipe of the profiled run."
+    "--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Give the recipe that the profiled run trained."
 )
 @overrides_option("RECIPE")
 @_steps
@@ -135,14 +135,15 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "cluster_name",
     metavar="NAME|FILE.yaml",
     help=(
-        f"Start the fit with the efficiencies of this cluster. The default is {DEFAULT_HARDWARE}; for the profile of a "
-        "CPU, the fit starts with a cluster that has the speed of the profile's fastest kernels."
+        f"Start the fit with the efficiencies of this cluster. By default the fit starts with {DEFAULT_HARDWARE} or, "
+        "for a profile of a CPU, with a cluster as fast as the profile's fastest kernels."
     ),
 )
 @click.option(
     "--like",
     metavar="NAME",
-    help="Start the fit with the efficiencies of this cluster; needed if the cluster of --cluster has none.",
+    help="Start the fit with the efficiencies of this cluster; needed if the cluster that --cluster names has no "
+    "efficiencies.",
 )
 @click.option(
     "--out",
@@ -150,7 +151,7 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     required=True,
     help="Write the calibrated cluster to this file.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@click.option("--force", is_flag=True, help="Overwrite the file that --out names if it exists.")
 @json_option
 def calibrate_command(
     measured: Path,
@@ -208,8 +209,8 @@ def calibrate_command(
 
 def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: str) -> tuple[str, str]:
     """Return the text of a cluster file called `name` whose efficiencies are fitted to measured steps, and a sentence
-    about the fit. The fit starts with the efficiencies of `cluster_name`, by default those of the default cluster, or
-    of the host itself for a profile of a CPU run.
+    about the fit. The fit starts with the efficiencies of `cluster_name`. The default of `cluster_name` is the default
+    cluster, or the host itself for a profile of a CPU run.
 
     Raises:
         DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.
@@ -280,7 +281,7 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
     "--measured",
     required=True,
     metavar="SECONDS|PROFILE",
-    help="Compare with this step time in seconds, or with the profile in this folder.",
+    help="Compare the predicted step with this measured step time in seconds, or with the profile in this folder.",
 )
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @overrides_option("RECIPE")

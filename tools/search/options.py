@@ -1,5 +1,5 @@
-"""This module holds the options that several commands of `tc3 search` share, the progress displays of their searches,
-and the command group whose first argument may be a recipe.
+"""This module holds the options that several commands of `tc3 search` share, the displays of a search's progress, and a
+command group whose first argument may be a recipe.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ margin_option = click.option(
     type=Number("margin"),
     metavar="SHARE",
     help=(
-        "Leave this share of the memory limit free, such as 0.05. The default share is the known error of the "
-        "estimator."
+        "Leave this share of the memory limit free, such as 0.05. The default share is the relative error that the "
+        "memory predictions had on published runs."
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -52,12 +52,14 @@ def time_limit_option(default: float, what: str) -> Callable[[Callable[..., Any]
 
 
 class Effort(click.ParamType):
-    """An `Effort` is a click type: `low`, `normal`, `high`, or units of work (`tools.layout.budget`)."""
+    """An `Effort` is the type of the option `--effort`, whose value is `low`, `normal`, `high`, or a number of units of
+    work.
+    """
 
     name = "effort"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number of units of work that the text of the option names.
+        """Convert the option's text (such as `normal`) to a number of units of work.
 
         Raises:
             click.BadParameter: the value is neither a known word nor a number in range.
@@ -78,17 +80,18 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         type=Effort(),
         metavar="N|low|normal|high",
         help=(
-            "Spend at most N units of work on the search for each placement of layers; a unit takes about a second on "
-            "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and on "
-            f"fast machines. low is {EFFORTS['low']:g} units, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
-            f"The default is {default}, or less if --time-limit does not allow that much work."
+            "Spend at most N units of work on each search for a placement of layers; a unit takes about a second on "
+            "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and "
+            f"on fast machines. The word low stands for {EFFORTS['low']:g} units, normal for {EFFORTS['normal']:g}, "
+            f"and high for {EFFORTS['high']:g}. The default is {default}, or less if --time-limit does not allow "
+            "that much work."
         ),
     )
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Return the requested units of work; if none were requested, return the default, but at most as many units as take
-    about `seconds` seconds.
+    """Return the requested units of work. If no units were requested, return the default, but not more units than can
+    be done in about `seconds` seconds.
     """
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
@@ -103,8 +106,8 @@ def tell_end(cut: bool, stopped: bool, best: str) -> None:
 
 
 class RecipeOrCommand(click.Group):
-    """A `RecipeOrCommand` is a click group whose first argument is the name of one of its commands, or a recipe; the
-    command `of_recipe` then receives the recipe.
+    """A `RecipeOrCommand` is a command group whose first argument may be a recipe instead of the name of a command. If
+    the first argument is a recipe, the command `of_recipe` receives it.
     """
 
     of_recipe: click.Command
@@ -112,8 +115,8 @@ class RecipeOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names; if this word is not a command, return the command for recipes,
-        with all arguments, including options before the recipe.
+        """Return the command that the first argument names. If the first argument is not a command, return the command
+        for recipes with all arguments.
         """
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)
@@ -123,8 +126,8 @@ class RecipeOrCommand(click.Group):
         return "", self.of_recipe, args
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, but pass options that the group does not have on to the command for
-        recipes.
+        """Parse the arguments of the command group. Options that the group does not have are passed on to the command
+        for recipes.
         """
         if not args:
             raise click.UsageError(
@@ -172,8 +175,8 @@ class SpaceProgress(Progressing):
 
 
 class PlanProgress(Progressing):
-    """A `PlanProgress` shows the progress of the pipeline optimiser: the step time of the best plan, and how far this
-    time is above the lower bound.
+    """A `PlanProgress` shows the progress of the pipeline optimiser: the step time of the best plan, and the distance
+    of this time from the lower bound.
     """
 
     def __init__(self, budget: Budget):

@@ -78,7 +78,9 @@ def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
-    """Raise RecipeError if `target`, the value of `option`, is one of the recipe's own files, under any name."""
+    """Raise RecipeError if `target`, the value of `option`, is one of the recipe's own files, even under another
+    path.
+    """
     if target is None or not os.path.exists(target):
         return
     for file in files_of(recipe):
@@ -106,17 +108,17 @@ class Site:
 
 
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
-    """Return whether a recipe with `plugins.hierarchical_ep` can keep it: EP groups must have several ranks, and must
-    cover whole nodes or divide a node evenly.
+    """Return whether a recipe can keep `plugins.hierarchical_ep`. To keep the plugin, EP groups must have several
+    ranks, and must cover whole nodes or divide a node evenly.
     """
     aligned = config.ep % node == 0 or node % config.ep == 0
     return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """Return the keys of a recipe that must change so that `config` runs on the cluster `site`, such as the number of
-    devices of a node for dispatchers that depend on it. If the size of the memory pool equals the old memory limit, it
-    changes together with the limit.
+    """Return the recipe keys (with new values) that must change so that `config` runs on the cluster `site`, such as
+    the number of devices of a node. If the size of the memory pool equals the old memory limit, both keys change
+    together.
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
@@ -135,8 +137,8 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """Return the keys of the recipe that must change for `config`'s dispatch of tokens to experts; {} if the recipe
-    already dispatches tokens in this way, or has no experts.
+    """Return the recipe keys, with new values, that must change so that tokens are dispatched to experts as in
+    `config`. Return {} if the recipe already dispatches tokens in this way, or has no experts.
 
     `node` is the number of devices of a node, if it is not the recipe's. `auto` is replaced by the mode that it means
     for the recipe's own degrees and cluster.
@@ -222,7 +224,7 @@ def write_overlay(
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:
-    """Raise RecipeError for a recipe that has no layout for several devices, because it does not split its model."""
+    """Raise RecipeError for a recipe that does not split its model over devices and therefore has no layout."""
     if not View(recipe).parallel and devices > 1:
         raise RecipeError(
             f"{recipe.source}: a layout on several devices needs use_parallel: True and parallel.parallel_mode: 1"
@@ -230,8 +232,8 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """Return a copy of `recipe` that runs `config` on the cluster `site`, by default on the recipe's own cluster. The
-    function raises the errors of `overlay`.
+    """Return a copy of `recipe` that runs `config` on the cluster `site`, which is the recipe's own cluster by default.
+    The function raises the same errors as `overlay`.
     """
     view = View(recipe)
     require_layouts(recipe, config.devices)
@@ -348,9 +350,9 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
 
 
 def left_off(recipe: Recipe, config: Configuration) -> list[str]:
-    """Return a list with one line of text if a child recipe for `config` does not move experts only because `recipe`
-    has no expert parallelism; otherwise return an empty list. An earlier search may have switched off the moving of
-    experts when it wrote `recipe`, and the setting before that is unknown.
+    """Return a line of text (in a list) if a child recipe for `config` will not move experts because `recipe` has no
+    expert parallelism; otherwise return an empty list. An earlier search that wrote `recipe` may have switched off
+    moving experts; the setting in the original recipe is then unknown.
     """
     view = View(recipe)
     balance, _ = Settings.look(view.get(_MOVES))

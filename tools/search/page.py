@@ -1,5 +1,5 @@
-"""This module writes the answer of `tc3 search` as one HTML file that needs no other files, with the table of layouts,
-the reasons for their order, pictures as inline SVG, and the numbers of candidates that each rule dropped.
+"""This module writes the results of `tc3 search` as one HTML file that needs no other files. The file shows the table
+of layouts, the reasons for their order, pictures, and the numbers of candidates that each rule dropped.
 
 The first picture shows memory over step time for all candidates, with their Pareto frontier and the candidates whose
 layers were placed (report Figure 8).
@@ -35,8 +35,8 @@ _DENSE = 2000  # operations of a timeline that are drawn as an image inside the 
 
 
 def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
-    """Return the indices of the layouts on the frontier of step time and memory, in the order of their memory: each of
-    them is faster than all layouts that need less memory.
+    """Return the indices of the layouts on the Pareto frontier of step time and memory, in the order of memory. A
+    layout is on the frontier if it is faster than all layouts that need less memory.
     """
     order = np.lexsort((seconds, peaks))
     least = np.minimum.accumulate(seconds[order])
@@ -46,8 +46,8 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 
 def draw(found: Found, times: TimeModel, path: Path) -> Path:
-    """Draw the frontier of step time and memory and, below it, the time line of the fastest layout into one file (.svg
-    or .png).
+    """Draw the Pareto frontier of step time and memory, and below it the time line of the fastest layout, to one .svg
+    or .png file.
     """
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -57,15 +57,15 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return one picture as an `<svg>` element for the HTML page."""
+    """Draw one picture with the function `paint`, and return the picture as an `<svg>` element for the HTML page."""
     figure = new_figure(*size)
     paint(figure.subplots())
     return svg_text(figure)
 
 
 def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
-    """Draw the step time and memory of candidate strategies: those that fit as dots coloured by their number of stages,
-    the frontier as a line, and those whose layers were placed as diamonds.
+    """Draw the step time and memory of candidate strategies. Candidates that fit are dots coloured by number of stages,
+    candidates whose layers were placed are diamonds, and the Pareto frontier is a line.
 
     The diamonds of layouts that may be the fastest (`doubt`) are filled and carry the number of the layout.
 
@@ -131,8 +131,8 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 
 def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
-    """Draw which pass each stage runs at what time, with a row for each stage; if there are many micro-batches, the
-    picture shows a shorter step with only a few micro-batches.
+    """Draw the passes that each stage runs over time, with a row for each stage. If there are many micro-batches, draw
+    a shorter step with a few micro-batches.
     """
     config = entry.config
     forward, backward, _ = times.chunks(config)

@@ -55,8 +55,8 @@ def cells(name: str, entry: Entry, request: Request) -> list[str]:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """Return the rows of the table of layouts: the best layouts, the recipe's parallel degrees with layers placed anew,
-    and the recipe itself.
+    """Return the rows of the table of layouts. The table lists the best layouts, a new placement of layers with the
+    recipe's own parallel degrees, and the recipe itself.
     """
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     if found.own_mesh:
@@ -72,8 +72,8 @@ _SHOWN = 12  # pairs of pp and vpp
 
 
 def stage_rows(found: Found) -> list[list[str]]:
-    """Return table rows with the best layout for each pair of numbers of stages and chunks, the fastest first, at most
-    `_SHOWN` rows.
+    """Return table rows with the best layout for each pair (pp, vpp), the fastest first; return at most `_SHOWN`
+    rows.
     """
     dropped = {id(entry.config) for entry, _ in found.failed}
     return [
@@ -89,7 +89,7 @@ def stage_rows(found: Found) -> list[list[str]]:
 
 
 def more_stages(found: Found) -> list[str]:
-    """Return a line about the pairs of pp and vpp that the table of `stage_rows` leaves out."""
+    """Return a line about the pairs (pp, vpp) that are left out of the table (see `stage_rows`)."""
     rest = found.stages[_SHOWN:]
     if not rest:
         return []
@@ -99,7 +99,7 @@ def more_stages(found: Found) -> list[str]:
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Return lines that say why the first layout is better than the second one and than the recipe's own layout, and
+    """Return lines that say why the first layout is better than the second layout and than the recipe's own layout, and
     how certain this is.
     """
     lines, entries = [], found.entries
@@ -156,8 +156,8 @@ def placed_words(found: Found) -> str:
 
 
 def under_words(found: Found) -> list[str]:
-    """Return lines about the results of the second search, which assumes the mean unevenness of the loads in every
-    layer.
+    """Return lines about the results of the second search, which assumes uneven expert loads (the mean max/mean in
+    every layer).
     """
     less = lowered(*found.loads)
     if found.under is None:
@@ -170,7 +170,7 @@ def under_words(found: Found) -> list[str]:
 
 
 def lost(found: Found) -> list[str]:
-    """Return lines about the strategies of the short list that were dropped, and about the results of dry runs."""
+    """Return lines about the best strategies that were dropped later, and about the results of dry runs."""
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     for entry, doubts in found.doubtful:
@@ -240,8 +240,8 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """Return the comment for the head of the child recipe that a search writes: its layout with the predictions, and
-    the recipe from which it comes.
+    """Return the comment at the head of the child recipe that a search writes. The comment states the layout with its
+    predictions, and the recipe for which the search ran.
     """
     request, best = found.request, found.best
     lines = [
@@ -268,7 +268,7 @@ def notes(found: Found) -> list[str]:
 
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
-    """Return the answer of a search as values for JSON."""
+    """Return the results of a search for parallel strategies as values for JSON."""
     request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
@@ -315,7 +315,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
 
 
 def print_text(found: Found, times: TimeModel, console: Console) -> None:
-    """Print the whole answer of a search."""
+    """Print all results of a search for parallel strategies."""
     request, funnel = found.request, found.ranking.funnel
     console.print(
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "

@@ -59,7 +59,9 @@ class Limit:
     modulus: int = 1  # of "%"
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Return for each of the given numbers (for words, their indices) whether it satisfies the limit."""
+        """Return for each of the given values whether it satisfies the limit; values that are words are given by their
+        indices.
+        """
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -110,7 +112,7 @@ def read_limit(text: str) -> Limit:
     else:
         raise RecipeError(f"--limit {text!r}: the value of {name} must be a number of at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
-        raise RecipeError(f"--limit {text!r}: only one number may follow the sign {sign}; write one")
+        raise RecipeError(f"--limit {text!r}: write one number, because only = and != take a list")
     if modulus is not None and not 0 <= values[0] < int(modulus):
         raise RecipeError(
             f"--limit {text!r}: the remainder of a division by {modulus} must be from 0 to {int(modulus) - 1}"
@@ -164,7 +166,7 @@ class Request:
 
     @property
     def site(self) -> Site:
-        """Return the cluster as a `Site`, the form that functions which write child recipes need."""
+        """Return the cluster as a `Site`, which is the form that the functions for writing child recipes need."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     def skew(self, ep: int) -> float:
@@ -175,7 +177,7 @@ class Request:
 
     @property
     def changed(self) -> bool:
-        """Return whether the request's number of devices or global batch differs from the recipe's."""
+        """Return whether the request has another number of devices or another global batch than the recipe."""
         return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
 
 
@@ -188,8 +190,8 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """Return the request for a recipe; an argument of None stands for the recipe's own value, and a margin of None for
-    the estimator's known error.
+    """Return the search request for a recipe. For an argument that is None, use the recipe's own value; for `margin`,
+    use the estimator's known error.
 
     Raises:
         RecipeError: the recipe does not describe a run, or the cluster is unknown.
@@ -224,8 +226,8 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """Return the request; with `groups`, the layers of its strategies may also recompute groups of operators (such as
-    attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
+    """Return the request with additional choices. If `groups` is True, layers may also recompute groups of operators
+    (such as attention). An error is raised if swapping or the recomputation of groups is requested but impossible.
 
     Raises:
         RecipeError: the activation bytes of groups are unknown, the recipe lists layers by number, or the link to the
@@ -233,7 +235,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     """
     if swapping and request.hardware.host_link is None:
         raise RecipeError(
-            f"--swap: the time of swapping is not known, because the cluster {request.hardware.name} has no host_link"
+            f"--swap: the time of swapping is unknown, because the cluster file of {request.hardware.name} has no "
+            "host_link (bandwidth between device and host); add this key"
         )
     if not groups:
         return request
@@ -250,8 +253,8 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
 
 
 def file_of(cluster_name: str) -> str:
-    """Return the name by which recipes refer to a cluster: that of a hardware file of this repository, or the absolute
-    path of another file.
+    """Return the name by which recipes refer to a cluster: the name of a hardware file of this repository, or the
+    absolute path of another file.
     """
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))

@@ -1,4 +1,4 @@
-"""This module averages several checkpoints of one model, as the training of TeleChat2 did at its end."""
+"""This module averages several checkpoints of one model, as was done at the end of the training of TeleChat2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def average(
     progress: Callable[[str], None] = lambda name: None,
     damaged: Sequence[str] = (),
 ) -> int:
-    """Write the weighted sum of the weights of all checkpoints in `sources` to `target`, in the layout of these
-    checkpoints. Return the number of averaged tensors.
+    """Write the weighted average of all checkpoints in `sources` to `target`, in the layout of these checkpoints.
+    Return the number of averaged tensors.
 
     Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out, because an
     average of weights has no such state. Counters are those of the last source. Memory holds one tensor of each source
@@ -66,8 +66,8 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """Return the share with which `average` would weight each of the checkpoints in `sources`. The function reads only
-    the headers of the files.
+    """Check that the checkpoints in `sources` can be averaged, and return the weight of each checkpoint in the average.
+    The function reads only the headers of the files.
 
     Raises:
         CheckpointError: as for `average`, except for numbers that are not finite.
@@ -98,7 +98,7 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
         raise CheckpointError(
-            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give one for each"
+            f"--weights: {len(shares)} shares are given for {len(sources)} checkpoints; give each checkpoint one share"
         )
     given = ", ".join(f"{share:g}" for share in shares)
     if any(not 0 <= share <= 1 for share in shares):  # nor is NaN

@@ -48,8 +48,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 salvage_option = click.option(
     "--salvage",
     is_flag=True,
-    help="Copy damaged values (not finite, or with a wrong checksum) unchanged instead of refusing them, and record "
-    "them in the result.",
+    help="Copy damaged tensors (with non-finite values or a wrong checksum) unchanged instead of refusing the "
+    "checkpoint, and list them in the result.",
 )
 workers_option = click.option(
     "--workers",
@@ -87,7 +87,7 @@ def weights() -> None:
     "--diff",
     "other",
     type=click.Path(path_type=Path),
-    help="Compare CHECKPOINT with OTHER, even if their layouts differ.",
+    help="Compare CHECKPOINT with this other checkpoint, even if their parallel layouts differ.",
 )
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
@@ -147,19 +147,19 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("merge", context_settings=SETTINGS, short_help="Merge the adapters of LoRA into the weights.")
+@weights.command("merge", context_settings=SETTINGS, short_help="Merge LoRA adapters into the weights of the model.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Take the adapters' rank and alpha from this recipe.  [default: the recipe of CHECKPOINT's run]",
+    help="Take the LoRA adapters' rank and alpha from this recipe.  [default: the recipe of CHECKPOINT's run]",
 )
 @file_size_option
 @salvage_option
 def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size: float, salvage: bool) -> None:
-    """Add the adapters that plugins.lora trained to the weights of CHECKPOINT, an iteration of a run, and write weights
-    of the model without adapters.
+    """Merge the LoRA adapters in CHECKPOINT (an iteration of a run with plugins.lora) into its weights, and write the
+    weights of a model without adapters.
 
     TO is a folder that does not exist yet. A new run in any layout can start from TO (--set checkpoint.load_path=TO),
     and tc3 weights convert can convert TO to Hugging Face's form. The optimizer's state is left out.
@@ -179,7 +179,11 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
     _print_damaged(damaged)
 
 
-@weights.command("convert", context_settings=SETTINGS, short_help="Convert weights from or to Hugging Face's form.")
+@weights.command(
+    "convert",
+    context_settings=SETTINGS,
+    short_help="Convert weights between MindFormers' form and Hugging Face's form.",
+)
 @click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option(
@@ -190,14 +194,14 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),
-    help="Write trained weights in this data type.  [default: the type in which they are stored]",
+    help="Write the trained weights in this data type.  [default: the data type in which they are stored]",
 )
 @file_size_option
 @workers_option
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Copy the tokenizer in this folder into the folder of weights that are written for Hugging Face.",
+    help="Copy the tokenizer in this folder to the Hugging Face weights that are written.",
 )
 @click.option(
     "--dry-run",
@@ -249,15 +253,19 @@ def convert_command(
 @weights.command("reshard", context_settings=SETTINGS, short_help="Write a checkpoint in another parallel layout.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Write TO in the layout of this recipe.")
+@click.option(
+    "--recipe",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Write the new checkpoint TO in the parallel layout of this recipe.",
+)
 @overrides_option
 @workers_option
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Only plan the new files, from the headers of CHECKPOINT's files, and write nothing. With this option "
-    "CHECKPOINT may also be "
-    "a recipe.",
+    help="Plan the new files from the headers of CHECKPOINT's files, and write nothing. With --dry-run, CHECKPOINT may "
+    "also be a recipe.",
 )
 @salvage_option
 @json_option

@@ -99,7 +99,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """Return the tensors of Hugging Face that are made from one tensor of MindFormers, by name."""
+        """Return the Hugging Face tensors that are made from one MindFormers tensor, as a dictionary by name."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -175,9 +175,9 @@ def convert(
     damaged: Sequence[str] = (),
 ) -> None:
     """Write the converted weights to `target`, a folder that does not exist yet. The function `progress` is called with
-    the number of bytes written so far and the name of the file. The files of a Hugging Face folder state that the token
-    `ends` ends a document. Tensors of `source` that are `damaged` and are copied unchanged (`inventory.salvaged`) are
-    recorded in `target`.
+    the number of bytes written so far and the name of the file. In a Hugging Face folder, `ends` is written as the id
+    of the end-of-document token. The damaged tensors of `source` that `damaged` lists are copied unchanged, and are
+    listed in `target`.
 
     The files are written into a hidden folder beside `target` until all of them are complete. If a conversion of the
     same source is run again after an interruption or a full disk, it keeps the files that are complete.
@@ -311,7 +311,8 @@ def _finish_hugging_face(part: Path, records: dict[str, Any], sizes: Sizes, plan
 
 def finish_mindformers(part: Path, records: dict[str, Any]) -> None:
     """Write metadata.json for converted weights in MindFormers' form, and a seal (a file with its checksum) for each
-    file. Without metadata.json, every rank would read every file to learn the shapes of the tensors.
+    file. Thanks to metadata.json, a rank that loads the weights need not read every file to learn the shapes of the
+    tensors.
 
     Args:
         records: for each file its "sha256" and its "tensors", which maps a tensor's name to (NumPy's name of its type,

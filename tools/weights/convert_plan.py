@@ -1,5 +1,5 @@
 """This module plans which tensors a conversion of weights reads, and which files it writes. Planning reads only the
-headers of files. Each tensor of MindFormers and of Hugging Face is used once, or listed as unused.
+headers of files. The plan uses each tensor of the source once, or lists the tensor as unused.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: i
 
 
 def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Distribute tensors over files, and return the names of the tensors of each file, in order: each file has as many
-    tensors as its limit in bytes allows, and at least one.
+    """Distribute tensors over files in order, and return the names of the tensors in each file. A file has as many
+    tensors as the limit in bytes allows, and at least one.
     """
     groups: list[list[str]] = [[]]
     filled = 0
@@ -196,8 +196,8 @@ def in_files(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
 
 
 def file_of(to: Target, number: int, count: int) -> str:
-    """Return the name of the file with a given number that a conversion writes. MindFormers numbers files by ranks, so
-    in its form this is the name of the file of one of `count` ranks.
+    """Return the name of the file with a given number that a conversion writes. In MindFormers' form, the number of a
+    file is the rank to which the file belongs, out of `count` ranks.
     """
     if to == "MindFormers":
         return f"weights-model-{number:07d}-{count:07d}.safetensors"

@@ -47,8 +47,8 @@ def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
 
 
 def stretched_as_telechat3(sizes: Sizes) -> bool:
-    """Return whether the model's RoPE is scaled in the same way as that of TeleChat3's public weights, which Hugging
-    Face's Llama classes cannot compute.
+    """Return whether the model's RoPE is scaled as in TeleChat3's public weights. Hugging Face's Llama classes cannot
+    compute this scaling.
     """
     scaling = sizes.hf.get("rope_scaling") or {}
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
@@ -81,7 +81,7 @@ def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
     compare = _wrong_positions if sizes.is_dense else _wrong_latent_positions
     wrong += compare(given, wanted.pop("rope_scaling"))
     wrong += [
-        f"{name} is {found!r}, the recipe's {value!r}"
+        f"{name} is {found!r}, but the recipe has {value!r}"
         for name, value, found in _pairs(given, wanted, _left_out(given, sizes))
         if not _same(found, value)
     ]
@@ -106,17 +106,17 @@ def _wrong_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] | None)
     """
     scaling = _get(given, "rope_scaling")
     if scaling is None:
-        return [] if wanted is None else [f"rope_scaling is None, the recipe's {wanted!r}"]
+        return [] if wanted is None else [f"rope_scaling is None, but the recipe has {wanted!r}"]
     kind = _kind(scaling)
     if kind not in _KINDS:
         known = f"the training graph has plain RoPE and, with {yarn_plan.KEY}, {' and '.join(_KINDS)}"
-        return [f"rope_scaling is {scaling!r}, the recipe's {wanted!r}; {known}"]
+        return [f"rope_scaling is {scaling!r}, but the recipe has {wanted!r}; {known}"]
     if wanted is None:
         advice = f"write the recipe's rope_scaling, and {yarn_plan.KEY}: {{attention_factor: {_KINDS[kind]}}}"
-        return [f"rope_scaling is {scaling!r}, the recipe's None; {advice}"]
+        return [f"rope_scaling is {scaling!r}, but the recipe has None; {advice}"]
     theirs, ours = (_positions_of(each, given.get("max_position_embeddings")) for each in (scaling, wanted))
     return [
-        f"rope_scaling.{name} is {theirs[name]!r}, the recipe's {value!r}"
+        f"rope_scaling.{name} is {theirs[name]!r}, but the recipe has {value!r}"
         for name, value in ours.items()
         if not _same(theirs[name], value)
     ]
@@ -128,12 +128,12 @@ def _wrong_latent_positions(given: Mapping[str, Any], wanted: Mapping[str, Any] 
     """
     scaling = _get(given, "rope_scaling")
     if scaling is None or wanted is None or _kind(scaling) != wanted["rope_type"]:
-        return [] if scaling is wanted else [f"rope_scaling is {scaling!r}, the recipe's {wanted!r}"]
+        return [] if scaling is wanted else [f"rope_scaling is {scaling!r}, but the recipe has {wanted!r}"]
     left_out: dict[str, Any] = {"mscale": 0, "mscale_all_dim": 0, **_YARN_DEFAULTS}
     left_out["original_max_position_embeddings"] = given.get("max_position_embeddings")
     ours = {**wanted, "truncate": True, "attention_factor": None}
     return [
-        f"rope_scaling.{name} is {scaling.get(name, left_out.get(name))!r}, the recipe's {value!r}"
+        f"rope_scaling.{name} is {scaling.get(name, left_out.get(name))!r}, but the recipe has {value!r}"
         for name, value in ours.items()
         if name != "rope_type" and not _same(scaling.get(name, left_out.get(name)), value)
     ]

@@ -88,7 +88,9 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Join tensors of Hugging Face to the tensor of MindFormers, and return it; this is the inverse of `split`."""
+        """Join Hugging Face tensors into one MindFormers tensor, and return this tensor; the function is the inverse of
+        `split`.
+        """
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -117,8 +119,8 @@ class Entry:
 
 
 def table(sizes: Sizes) -> list[Entry]:
-    """Return an entry for every weight of a model, in the order of the forward pass. Of all weights in the table, only
-    the routers' biases are not trained.
+    """Return an entry for every weight of a model, in the order of the forward pass. All weights in the result are
+    trained, except for the routers' biases.
     """
     shapes = _shapes(sizes)
     return [_entry(sizes, row, shapes) for row in rows(names_of(sizes))]
@@ -151,7 +153,7 @@ def to_hugging_face(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
 
 
 def to_mindformers(arrays: Mapping[str, np.ndarray], sizes: Sizes) -> Arrays:
-    """Return Hugging Face's tensors, joined and named as in MindFormers' model. The function raises the errors of
+    """Return Hugging Face's tensors, joined and named as in MindFormers' model. The function raises the same errors as
     `to_hugging_face`.
     """
     _check(arrays, hugging_face_shapes(sizes))

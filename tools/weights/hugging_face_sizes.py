@@ -1,5 +1,6 @@
-"""This module describes the model of a recipe in the terms of Hugging Face's configurations (TeleChat3-MoE in those of
-DeepseekV3Config, dense models in those of LlamaConfig), and lists the settings that these classes cannot express.
+"""This module describes the model of a recipe with the fields of a Hugging Face configuration: DeepseekV3Config for
+TeleChat3-MoE, and LlamaConfig for dense models. The module also lists the settings that Hugging Face's classes cannot
+express.
 """
 
 from __future__ import annotations
@@ -264,8 +265,8 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any], yarn: Yarn | None) -> Sizes:
-    """Return the sizes of the Hugging Face model for a TransformerConfig with neither experts nor latent attention:
-    those of Llama or, if linear layers have biases, those of TeleChat2.
+    """Return the sizes of the Hugging Face model for a TransformerConfig with neither experts nor latent attention: a
+    Llama model, or a TeleChat2 model if linear layers have biases.
 
     Args:
         fields: the fields of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -337,7 +338,7 @@ def _telechat2_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple
     """Return (holds, key of model_config, what TeleChat2 does)."""
     width = fields["num_attention_heads"] * fields["kv_channels"]
     return [
-        (yarn is None, "position_embedding_type", "has plain RoPE: 'rope'"),
+        (yarn is None, "position_embedding_type", "has only plain RoPE; write 'rope'"),
         (width == fields["hidden_size"], "head_dim", f"has heads of hidden_size / heads: {fields['hidden_size']} / "
          f"{fields['num_attention_heads']}"),
     ]  # fmt: skip

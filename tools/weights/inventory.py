@@ -1,4 +1,6 @@
-"""This module lists weights in groups whose names differ only in numbers, and finds damaged weights."""
+"""This module lists the weights of a checkpoint in groups whose names differ only in numbers, and finds damaged
+weights.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """A `Group` holds tensors of one kind, type and shape whose names differ only in numbers, such as those of layers.
+    """A `Group` holds tensors of one kind, type and shape whose names differ only in numbers, such as the layer's
+    number.
 
     Args:
         pattern: the name of the tensors, with `*` in place of each number.
@@ -157,8 +160,8 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
 
 
 def faults(source: Source, checksums: bool) -> list[str]:
-    """Return a sentence for each difference between the files of `source` and its seals (files with recorded sizes and
-    checksums) or, for a Hugging Face folder that `tc3 weights convert` wrote, its checksums.json.
+    """Return a sentence for each file of `source` that differs from the recorded sizes and checksums. Sizes and
+    checksums are recorded in seals (files beside the weights) or, after `tc3 weights convert`, in checksums.json.
 
     Args:
         checksums: whether every file is read to compare checksums; otherwise only the sizes are compared, which only
@@ -188,8 +191,8 @@ def _finite(source: Source, file: str, name: str, progress: Callable[[str], None
 
 
 def mark(folder: Path, damaged: Sequence[str]) -> None:
-    """Write a file into `folder` that lists the damaged tensors from which its weights were made; write no file if no
-    tensor was damaged.
+    """Write a file into `folder` that lists the damaged tensors from which the weights in the folder were made; write
+    no file if no tensor was damaged.
     """
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
@@ -348,7 +351,9 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """Yield a line of text for each difference between two checkpoints, or one line that says that they are equal."""
+    """Yield a line of text for each difference between two checkpoints, or one line that says that the checkpoints are
+    equal.
+    """
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -1,5 +1,5 @@
-"""This module adds the adapters of a checkpoint (`plugins.lora`) to the weights that they adapt, and writes the result
-as the weights of the model without adapters.
+"""This module merges the LoRA adapters of a checkpoint (`plugins.lora`) into the weights, and writes the result as the
+weights of a model without adapters.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ class Piece:
 
 @lru_cache(maxsize=65536)
 def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
-    """Return the rectangular blocks of elements that make up slice `place` of a tensor cut into `new` parts; each block
-    is taken from one slice of the tensor cut into `old` parts. Each element of the new slice is in exactly one block.
+    """Return the rectangular blocks of elements that make up slice `place` of a tensor in the new layout (cut into
+    `new` parts). Each block comes from one slice of the old layout (cut into `old` parts). Each element of the new
+    slice is in exactly one block.
 
     Args:
         shape: the shape of the whole tensor.
@@ -209,22 +210,22 @@ def _bits(dtype: str) -> str:
 
 @dataclass
 class Mapped:
-    """A `Mapped` maps the files of the old checkpoint into memory when they are needed. The `_OPEN` files that were
-    used last stay mapped.
+    """A `Mapped` maps the files of the old checkpoint into memory when they are needed. Only the `_OPEN` most recently
+    used files stay mapped into memory.
     """
 
     stored: Stored
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """Return a slice of the old layout as integers as wide as its elements. The bytes are not read from the disk
-        yet.
+        """Return a tensor's slice in the old layout as an array of integers as wide as the elements. The bytes are not
+        read from the disk yet.
         """
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """Return the part of a tensor that one file of the old checkpoint holds, as integers as wide as its elements.
-        The bytes are not read from the disk yet.
+        """Return the part of a tensor that one file of the old checkpoint holds, as an array of integers as wide as the
+        elements. The bytes are not read from the disk yet.
         """
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
@@ -279,8 +280,9 @@ def reshard(
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
 ) -> None:
-    """Write the resharded checkpoint to `target`, a folder that does not exist yet, completely or not at all. The
-    function `progress` is called with the number of bytes written so far and the name of the file.
+    """Write the resharded checkpoint to `target`, a folder that does not exist yet; an error leaves no partly written
+    checkpoint there. The function `progress` is called with the number of bytes written so far and the name of the
+    file.
 
     Tensors of `source` that are `damaged` and are copied nevertheless (`inventory.salvaged`) are recorded in `target`.
 

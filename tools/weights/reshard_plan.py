@@ -28,7 +28,7 @@ Kind = Literal["model", "opt"]
 
 @dataclass(frozen=True)
 class Move:
-    """A `Move` is a tensor that a resharding takes from the old layout to the new layout.
+    """A `Move` is a tensor that is resharded from the old layout to the new layout.
 
     Args:
         dtype: the type of the tensor as safetensors writes it.
@@ -106,7 +106,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A `Numbers` holds the numbers of bytes that a resharding reads and writes, and that later loading reads.
+    """A `Numbers` holds the numbers of bytes that a resharding reads and writes, and the number that a run reads when
+    it loads the result.
 
     Args:
         changing: the number of bytes that the new checkpoint has in the file of another rank than the old checkpoint.
@@ -133,8 +134,8 @@ Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, ho
 
 
 def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
-    """Return for each tensor the rank that writes each slice of the new layout. Of the ranks that hold a slice, the
-    rank that has the fewest bytes to write so far is chosen.
+    """Return for each tensor the rank that writes each slice of the new layout. If several ranks hold a slice, the rank
+    with the fewest bytes to write so far writes the slice.
     """
     load = np.zeros(world, np.int64)
     found = []
@@ -256,7 +257,7 @@ class Resharding:
         self, given: Path, written: Path, recipe: Path, dry_run: bool, overrides: Sequence[str] = ()
     ) -> list[str]:
         """Return lines of text that say what the resharding did, or would do if it is only planned. The argument
-        `overrides` holds the overrides of the recipe that gives the new layout.
+        `overrides` holds the overrides of the recipe whose layout is the new layout.
         """
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"

@@ -1,6 +1,6 @@
-"""This module computes the layout of each tensor in a run of a recipe: the number of tensor- or expert-parallel ranks
-over which a weight is cut, and the number of data-parallel ranks over which its optimizer state is cut. Tensors have
-MindFormers' parameter names.
+"""This module computes the layout of each tensor in a run of a recipe. A weight is cut over tensor- or expert-parallel
+ranks, and the optimizer state of the weight is also cut over data-parallel ranks. Tensors have MindFormers' parameter
+names.
 
 `tools.estimate.configuration` computes the number of ranks over which a weight and its optimizer state are cut. This
 module finds these ranks in MindSpore 2.9.0's order: the ranks of a stage form a matrix dp x cp x tp, or for experts a
@@ -65,7 +65,7 @@ class Lying:
 
 @dataclass(frozen=True)
 class Layout:
-    """A `Layout` describes, in the form that MindSpore uses, how a tensor is split over ranks.
+    """A `Layout` describes how a tensor is split over ranks, in the same form as MindSpore's tensor layouts.
 
     Args:
         devices: the shape of the matrix in which the ranks of a pipeline stage are arranged in row-major order.
@@ -180,8 +180,8 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Return the shape and layout that a checkpoint's tensor has in the run. The shape and layout are those of the
-        weight with whose name the tensor's name ends; if there is no such weight, all ranks hold the whole tensor.
+        """Return the shape and layout that a checkpoint's tensor has in the run. A tensor of optimizer state gets the
+        shape and the layout of its weight. A tensor that belongs to no weight is whole on all ranks.
         """
         if name in self.states:
             return Placed(shape, self.states[name].layout)
@@ -234,7 +234,7 @@ def _refuse_uneven(recipe: Recipe, config: Configuration, placed: Mapping[str, P
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
     """Return the type and layout of each tensor that a run of a recipe would save, by name. Weights and moments are
-    saved in fp32. Weights that stay frozen because the run trains adapters have no moments.
+    saved in fp32. If the run trains adapters, the frozen weights have no moments.
     """
     target, optimizer = target_of(recipe), recipe.get("optimizer") or {}
     adapters = any(map(is_adapter, target.weights))
@@ -286,7 +286,7 @@ def _name(weight: Weight, names: dict[str, str]) -> str:
         return f"{names[adapted]}.lora_{matrix}{WEIGHT}"
     plain = weight.name.removesuffix("_bias")
     if plain not in names:
-        raise RecipeError(f"{weight.name}: MindFormers' name of this weight is not known, so it cannot be placed")
+        raise RecipeError(f"{weight.name}: tc3 does not know MindFormers' name of this weight, so no rank can store it")
     if weight.split == "experts":
         return names[plain]
     return names[plain] + (".bias" if plain != weight.name else ".weight")

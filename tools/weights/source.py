@@ -1,5 +1,5 @@
-"""This module reads weights from a checkpoint of a run, from a Hugging Face folder, or from one safetensors file. The
-module also raises errors before weights are written to an existing folder or to a disk without enough room.
+"""This module reads weights from a checkpoint of a run, from a Hugging Face folder, or from one safetensors file.
+Before weights are written, the module checks that the target folder does not exist and that the disk has enough room.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Source:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """Return for each tensor name the tensor's type, its shape (not cut over ranks), and its number of bytes
-        without copies.
+        """Return the type, the whole shape (not cut over ranks), and the number of bytes (without copies) of each
+        tensor, by name.
         """
         found = {}
         for name, tensor in self.stored.tensors.items():
@@ -76,14 +76,14 @@ class Source:
         return saved_step(self.stored.folder)
 
     def seal_fault(self, checksums: bool) -> str | None:
-        """Return the reason why the files of a checkpoint differ from what its seals (files with sizes and checksums)
-        say. Return None if all files agree with their seals, or if there are no seals.
+        """Return how the files of a checkpoint differ from its seals (files with recorded sizes and checksums). Return
+        None if all files agree with their seals, or if there are no seals.
         """
         return fault(self.stored.folder, checksums=checksums) if self.sealed else None
 
     def require_whole(self) -> None:
-        """Raise CheckpointError if a checkpoint's files differ from what its seals (files with sizes and checksums)
-        say; checksums are not compared.
+        """Raise CheckpointError if the files of a checkpoint differ from the sizes in its seals (files with recorded
+        sizes and checksums). The check compares sizes, and no checksums.
         """
         if reason := self.seal_fault(checksums=False):
             raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
@@ -96,8 +96,8 @@ class Source:
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs from that of the
-        first rank.
+        """Return one whole tensor with its experts in logical order, and the ranks whose copy differs from the first
+        rank's copy.
         """
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
@@ -122,7 +122,7 @@ class Source:
             )
 
     def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the tensor and the ranks that `read` returns, with the tensor's elements as integers of the same
+        """Return the same tensor and ranks as `read`, but with the elements of the tensor as integers of the same
         width.
         """
         tensor = self.stored.tensors.get(name)
@@ -155,7 +155,7 @@ def open_source(path: Path) -> Source:
         return Source(path, "Hugging Face", _without_index(path, parts))
     if pickles := sorted(file for kind in _PICKLES for file in path.glob(f"*.{kind}")):
         raise CheckpointError(
-            f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors: "
+            f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors with "
             "transformers' save_pretrained(TO, safe_serialization=True)"
         )
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:

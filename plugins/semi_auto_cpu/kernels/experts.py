@@ -109,7 +109,7 @@ def _groups(group_list: np.ndarray | None, size: int) -> list[slice]:
 def MoeTokenPermute(
     attrs: Attrs, tokens: np.ndarray, indices: np.ndarray, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permuted tokens, and `sorted_indices` (int32).
+    """Return copies of the tokens sorted by expert, and `sorted_indices` (int32), the row of each copy.
 
     Args:
         tokens: [tokens, hidden].

@@ -125,7 +125,7 @@ def OneHotExt(
 
 @kernel(widen=False)
 def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int = 0) -> tuple[np.ndarray, ...]:
-    """Return the parts of given sizes along a dimension."""
+    """Split a tensor along a dimension into parts of the given sizes."""
     if sum(sizes) != x.shape[dim]:
         raise ValueError(
             f"SplitWithSize: sizes {tuple(sizes)} must add up to {x.shape[dim]}, the size of the dimension"

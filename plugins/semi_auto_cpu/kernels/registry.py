@@ -32,7 +32,7 @@ _LOW = frozenset(("bfloat16", "float16"))
 def kernel(
     table: dict[str, Kernel] | None = None, *, widen: bool = True, updates: int | None = None
 ) -> Callable[[Kernel], Kernel]:
-    """Add a function to a table, under its own name.
+    """Return a decorator that adds a kernel (a function) to a table of kernels, under the function's name.
 
     Args:
         table: `KERNELS` by default.
@@ -56,8 +56,8 @@ def kernel(
 
 
 def enter(table: dict[str, Kernel], functions: dict[str, Kernel], *, widen: bool = True) -> None:
-    """Add functions that consist of a single expression to a table, each under the name of its operator; each function
-    is added as `kernel` adds it.
+    """Add several short kernels, given as operator name -> function, to a table of kernels, in the same way as the
+    decorator `kernel`.
     """
     for name, function in functions.items():
         function.__name__ = name

@@ -172,7 +172,7 @@ def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
 def test_hosts_that_never_come_are_given_up_at_every_attempt(tmp_path, number):
     both = {"hosts": ("here", "there"), "nodes": 2, "patience": 0.5}
     here = Agent(replace(job(tmp_path, 5), **both))
-    with pytest.raises(TC3Error, match=f"attempt {number}: only here joined within 0.5 s, which are too few"):
+    with pytest.raises(TC3Error, match=f"attempt {number} cannot start: only here joined within 0.5 s, but"):
         here.run(number)
 
 
@@ -181,7 +181,7 @@ def test_a_host_that_does_not_become_fit_is_given_up(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(loop, "time", Clock())
     here = Agent(replace(job(tmp_path, 5, said), patience=0.5), fit=lambda: ["an NPU is gone"])
-    words = "here is not fit for attempt 1: an NPU is gone"
+    words = "here cannot take part in attempt 1: an NPU is gone"
     with pytest.raises(TC3Error, match=words):
         here.run(0)
     assert f"tc3: {words}" in said

@@ -238,9 +238,9 @@ def test_an_agent_that_comes_back_says_that_its_part_is_over(tmp_path):
     assert other.over(0) == "node0"
     end = read_attempt(tmp_path, 0).ends["node0"]
     assert (end.outcome, end.cause, end.phase, end.step) == ("failed", "lost node", "step", 7)
-    with pytest.raises(ClusterError, match="another agent of node0"):  # it was only stopped, and wakes up
+    with pytest.raises(ClusterError, match="another agent of host node0"):  # it was only stopped, and wakes up
         old.beat(0, Beat("node0", 1.0, "step", 1.0, 8))
-    with pytest.raises(ClusterError, match="another agent of node0"):
+    with pytest.raises(ClusterError, match="another agent of host node0"):
         old.gone(0)
     old.gone(1)  # where it never came
     new.come(0)  # again: nothing new

@@ -161,7 +161,7 @@ def test_the_folder_of_another_first_hour_is_refused(tmp_path):
     own_state(tmp_path, {"recipe": "a"}, again=False)
     own_state(tmp_path, {"recipe": "a"}, again=False)
     run_checks(work([]), tmp_path, 3600, lambda outcome, kept: None)
-    with pytest.raises(DataError, match="recipe a, but this command has recipe b; choose another --work"):
+    with pytest.raises(DataError, match="recipe a, but this command was started with recipe b; choose another --work"):
         own_state(tmp_path, {"recipe": "b"}, again=False)
     own_state(tmp_path, {"recipe": "b"}, again=True)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]

@@ -145,7 +145,7 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     card = recipe.with_name("card.yaml")
     before = card.read_text()
     refused = run("card", hour[0] / "b.zip", recipe)
-    assert "a card may claim only measured ones" in str(refused.exception)
+    assert "a card may claim only measured results" in str(refused.exception)
     assert card.read_text() == before
     found = read_bundle(hour[0] / "b.zip")
     write_bundle(tmp_path / "m.zip", replace(found.manifest, simulated=False, files={}), found.texts)
@@ -219,7 +219,7 @@ def test_a_claim_is_not_added_to_the_next_recipe_of_a_card(hour, tmp_path):
         manifest=replace(read_bundle(hour[0] / "b.zip").manifest, simulated=False), claim="measured-910B3-8",
         json=lambda name: [],
     )  # fmt: skip
-    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: no line of this entry holds only"):
+    with pytest.raises(DataError, match=r"recipes\.pretrain_4k\.yaml\.status: the claim must be added below a line"):
         cli.write_claim(found, recipe, dry_run=False)
     assert card.read_text() == before
 

@@ -73,13 +73,13 @@ def test_many_nodes_are_started_by_ssh_each_with_its_own_number(tmp_path, monkey
     with pytest.raises(ClusterError, match="b: the collectives were not measured: no route; look"):
         measured([row([], groups=[[0, 1]])], tmp_path / "c", ["a", "b"], 2, "Ascend", 60)
     monkeypatch.setattr(collectives, "call_each", lambda argvs, seconds: {})
-    with pytest.raises(ClusterError, match="rank 0 has measured nothing"):
+    with pytest.raises(ClusterError, match="rank 0 did not write this file"):
         measured([row([], groups=[[0, 1]])], tmp_path / "c", ["a", "b"], 2, "Ascend", 60)
 
 
 def test_a_failing_msrun_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(collectives, "command_of", lambda *words, **more: ["false"])
-    with pytest.raises(ClusterError, match=r"msrun\.log: msrun ended with exit code 1"):
+    with pytest.raises(ClusterError, match=r"msrun\.log: .* because msrun ended with exit code 1"):
         measured([row([], groups=[[0, 1]])], tmp_path / "c", ["a"], 2, "CPU", 60)
     monkeypatch.setattr(collectives, "command_of", lambda *words, **more: ["sleep", "3600"])
     with pytest.raises(ClusterError, match="not measured within 1 s"):

@@ -186,7 +186,7 @@ def test_a_training_on_several_nodes_has_equally_many_devices_on_each(hour, monk
         assert asked.pop() == [line.split()[0] for line in lines]
     hour.npus = hour.npus[:4]
     hour.nodes.write_text("node0 4\nnode1 4\n")
-    with pytest.raises(ClusterError, match="7 devices cannot be divided equally among 2 nodes of 4 devices"):
+    with pytest.raises(ClusterError, match="7 devices cannot be divided equally among 2 nodes with at most 4"):
         hour.write_hosts(7)
 
 

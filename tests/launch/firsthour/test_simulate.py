@@ -201,7 +201,7 @@ LINK = {"what": "slow link", "node": "node001", "device": 1, "factor": 0.5}
         ({"defects": [{**PORT, "factor": 0}]}, "defects[0].factor: 0 is out of range; it must be a number above 0"),
         ({"defects": [{**PORT, "factor": "half"}]}, "defects[0].factor: 'half' is not a number"),
         ({"defects": [{**PORT, "device": 8}]}, "defects[0].device: 8 is out of range"),
-        ({"defects": [{**LINK, "to": "node002"}]}, "defects[0].to: 'node002' must be the other end"),
+        ({"defects": [{**LINK, "to": "node002"}]}, "defects[0].to: 'node002' does not name the device at"),
         ({"defects": [{**LINK, "to": ["node999", 1]}]}, "defects[0].to[0]: there is no node 'node999'"),
         ({"defects": [{**LINK, "to": ["node002", "1"]}]}, "defects[0].to[1]: '1' is not a number"),
         ({"defects": [{"what": "clock", "node": "node001", "seconds": "x"}]}, "defects[0].seconds: 'x' is not"),

@@ -59,7 +59,7 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
     smaller = tmp_path / "smaller.yaml"
     smaller.write_text(f"base_config: {MINI}\nmodel:\n  model_config:\n    num_hidden_layers: 2\n")
     with pytest.raises(
-        CheckpointError, match=r"holds 2,170,752 weights, .*smaller.yaml has 1,699,360: name the recipe"
+        CheckpointError, match=r"holds 2,170,752 weights, .*smaller.yaml has 1,699,360: with --recipe name"
     ):
         choose(run / "checkpoint" / "iteration_00000002", smaller)
 
@@ -69,7 +69,7 @@ def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_pat
     recipe, plain = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}}), recipe_of(tmp_path / "plain")
     checkpoint, _ = adapted(tmp_path, recipe)
     assert forward_recipe(choose(checkpoint, recipe).recipe)["plugins"]["lora"] == LORA
-    with pytest.raises(CheckpointError, match=r"holds adapters, but \S+plain/recipe.yaml does not have plugins.lora"):
+    with pytest.raises(CheckpointError, match=r"LoRA adapters, but \S+plain/recipe.yaml does not have plugins.lora"):
         choose(checkpoint, plain)
 
 

@@ -170,7 +170,7 @@ def test_another_tokenizer_in_its_place_is_refused(corpus, tmp_path):
 
 
 def test_no_tokenizer_is_asked_for(tmp_path):
-    with pytest.raises(DataError, match=r"gone.json, which names .* does not exist; name the tokenizer's folder"):
+    with pytest.raises(DataError, match=r"gone.json, which names .* does not exist; give the tokenizer's folder"):
         tokenizer_of(recipe_of("1", str(tmp_path / "gone")), tmp_path, None)
     with pytest.raises(DataError, match="does not say which tokenizer"):
         tokenizer_of(Recipe({}), tmp_path, None)

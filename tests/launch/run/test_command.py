@@ -220,7 +220,7 @@ REFUSALS = {
         ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
         "not a folder that can be read (Not a dir",
     ),
-    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a writable folder"),
+    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml; choose another folder"),
     "no checkpoint": (
         ["mini/toy.yaml", "--resume", "/etc"],
         "--resume /etc: this is not a checkpoint, because",

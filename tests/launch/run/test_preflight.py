@@ -147,7 +147,7 @@ def test_a_full_disk_is_refused(monkeypatch, tmp_path):
 
 def test_a_run_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match="not a writable folder"):
+    with pytest.raises(ClusterError, match="nothing can be written into"):
         preflight.check_disk(tmp_path / "file" / "run")
 
 

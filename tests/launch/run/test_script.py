@@ -122,7 +122,7 @@ def test_weights_to_begin_with_are_checked_by_the_first_worker(tmp_path):
 
 
 REFUSED = {
-    "too few": ("a\nb\n", 32, "2 hosts x 8 = 16 workers, but the recipe needs 32: give 4 hosts of 8"),
+    "too few": ("a\nb\n", 32, "2 hosts x 8 = 16 workers, but the recipe needs 32 workers: list 4 hosts of 8"),
     "too many": ("a\nb\n", 12, "2 hosts x 8 = 16 workers, but the recipe needs 12"),
     "duplicate": ("a\n\na\n", 16, r"hosts.txt:3: a is already named in line 1"),
     "uneven": ("a 4\nb 8\n", 12, r"hosts.txt:2: b has 8 slots, a has 4; give all hosts the same slots, because msrun"),
@@ -142,7 +142,7 @@ def test_hosts_that_do_not_fit_are_refused(hosts, name):
 def test_what_cannot_be_launched_is_refused(tmp_path):
     with pytest.raises(ClusterError, match=r"nowhere\.txt: the file cannot be read"):
         cluster_for(8, tmp_path / "nowhere.txt")
-    with pytest.raises(ClusterError, match="12 workers do not fill whole nodes of 8 workers: list the hosts"):
+    with pytest.raises(ClusterError, match="the recipe's 12 workers do not fill whole nodes of 8 workers: write"):
         cluster_for(12)
     with pytest.raises(ClusterError, match="--port 80: msrun needs a port from 1024"):
         generate({}, port=80)

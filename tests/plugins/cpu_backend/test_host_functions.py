@@ -99,7 +99,9 @@ def test_functions_that_are_made_again_keep_their_number():
     "value", [[1], {}, {1}, moving, object(), (1, [2]), pytest, b"1"], ids=lambda value: type(value).__name__
 )
 def test_a_captured_value_that_can_change_is_refused(value):
-    with pytest.raises(TypeError, match=r"capturing.<locals>.function: value is .* may capture only None, bool"):
+    with pytest.raises(
+        TypeError, match=r"capturing.<locals>.function: value is .* capture only values of type None, bool"
+    ):
         register(capturing(value))
 
 

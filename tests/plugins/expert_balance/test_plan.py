@@ -261,7 +261,7 @@ def test_what_is_written_is_read():
         ({"method": None}, "is none of"),
         ({"moves": 1}, "one swap moves two"),
         ({"moves": True}, "one swap moves two"),
-        ({"moves": 8, "method": "greedy"}, "ignores a limit"),
+        ({"moves": 8, "method": "greedy"}, "cannot obey a limit"),
         ({"gate": 1}, "share from 0 to below 1"),
         ({"gate": "1 %"}, "share from 0 to below 1"),
         ({"memory": -0.1}, "share from 0 to below 1"),

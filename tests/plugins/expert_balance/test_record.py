@@ -85,8 +85,8 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "the slots are not a placement"),
-        ({"slots": [[0, 1, 2, 3]]}, "the slots are not a placement"),
+        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "slots is not a placement"),
+        ({"slots": [[0, 1, 2, 3]]}, "slots is not a placement"),
         ({"copies": [[2, -1]]}, "copies of shape"),
         ({"copies": [[2], [2]]}, "copies of shape"),
         ({"copies": [[2, -1], [4, -1]]}, "0 to 3"),
@@ -118,7 +118,7 @@ def test_what_is_no_record_is_refused_with_its_line(tmp_path, change, message):
 def test_a_file_is_of_one_layout(tmp_path):
     append(tmp_path / "log", record(1))
     append(tmp_path / "log", record(2, devices=4))
-    with pytest.raises(DataError, match=r"log:2.*each layout"):
+    with pytest.raises(DataError, match=r"log:2.*each parallel layout"):
         read(tmp_path / "log")
 
 

@@ -173,7 +173,7 @@ def test_another_tag_of_a_send_names_both_and_who_ended():
 
 def test_another_shape_of_a_send_is_named():
     told = messages([[send(size=5)], [receive(size=4)]])
-    assert told[1].endswith("was expected, but Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5] arrived")
+    assert told[1].endswith("expected, but this message arrived: Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5]")
 
 
 def test_three_ranks_at_three_operators_each_name_both_others():
@@ -191,7 +191,7 @@ def test_three_ranks_at_three_operators_each_name_both_others():
 
 def test_a_receive_from_oneself_is_refused():
     told = messages([[("Receive", LINK | {"src_rank": "0"}, [], [ones(4)])], []])
-    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: 0 is not the index of another member" in told[0]
+    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: index 0 does not name another member" in told[0]
 
 
 def step(one, rank):
@@ -235,7 +235,7 @@ def test_a_dropped_send_is_named_by_the_next_of_its_tag():
     told = messages([[send(), send()], [receive(), receive()]], test="drop:Send:0@0")
     assert told[1] == (
         "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4] was expected, "
-        "but Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4] arrived"
+        "but this message arrived: Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4]"
     )
 
 

@@ -174,7 +174,7 @@ def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
 def test_a_mistyped_folder_is_said_to_be_missing(tmp_path, compiled):
     folder = left(tmp_path / "mini_tp2")
     text = str(invoke(tmp_path / "mini_tp").exception)
-    assert text.startswith(f"{tmp_path / 'mini_tp'}: neither a recipe nor the folder of a run exists here")
+    assert text.startswith(f"{tmp_path / 'mini_tp'}: there is neither a recipe nor the folder of a run at this path")
     assert f"did you mean '{folder}'?" in text
     assert "neither a recipe nor" in str(invoke(tmp_path / "none" / "run").exception)
 

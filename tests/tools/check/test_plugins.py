@@ -285,7 +285,7 @@ def test_the_shipped_recipe_passes():
     ("changes", "key", "words"),
     [
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
-        (["optimizer.type=PmaAdamW"], f"{KEY}.every", "moves with an expert"),
+        (["optimizer.type=PmaAdamW"], f"{KEY}.every", "can move with an expert"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "experts cannot move"),
         (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts the tokens of each expert only if"),
         ([f"{KEY}.spare=13"], f"{KEY}.spare", "write 12 at most"),

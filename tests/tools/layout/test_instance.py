@@ -75,23 +75,23 @@ def set_key(*keys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_key("schema", "pp-balance/2"), r'schema: "pp-balance/2": must be \'pp-balance/1\''),
-        (set_key("P", 0), "P: 0: must be 1, 2, 3"),
-        (set_key("M", 4.0), "M: 4.0: must be 1, 2, 3"),
-        (set_key("V", True), "V: true: must be 1, 2, 3"),
+        (set_key("schema", "pp-balance/2"), r'schema: "pp-balance/2": the schema must be \'pp-balance/1\''),
+        (set_key("P", 0), "P: 0: the value must be 1, 2, 3"),
+        (set_key("M", 4.0), "M: 4.0: the value must be 1, 2, 3"),
+        (set_key("V", True), "V: true: the value must be 1, 2, 3"),
         (set_key("static_mem", [1]), r"static_mem: \[1\]: the list has 1 entries, but P is 2"),
-        (set_key("static_mem", 1, "5"), r'static_mem\[1\]: "5": must be a number'),
-        (set_key("memory_cap", float("nan")), "memory_cap: NaN: must be a number"),
+        (set_key("static_mem", 1, "5"), r'static_mem\[1\]: "5": the value must be a number'),
+        (set_key("memory_cap", float("nan")), "memory_cap: NaN: the value must be a number"),
         (
             set_key("schedule", "interleaved"),
             "must be one of 1f1b, interleaved_1f1b, .*did you mean 'interleaved_1f1b'",
         ),
-        (set_key("body", []), r"body: \[\]: must be a list that is not empty"),
+        (set_key("body", []), r"body: \[\]: the value must be a list that is not empty"),
         (
             set_key("body", 0, "options", 1, "act_mem", -1),
-            r"body\[0\]\.options\[1\]\.act_mem: -1: must be a number, 0 or",
+            r"body\[0\]\.options\[1\]\.act_mem: -1: the value must be a number, 0 or",
         ),
-        (set_key("tail", 3), "tail: 3: must be a mapping"),
+        (set_key("tail", 3), "tail: 3: the value must be a mapping"),
         (lambda m: m["body"][0].update(fwdd=m["body"][0].pop("fwd")), r"body\[0\]\.fwdd: no such key .*mean 'fwd'"),
         (lambda m: m.update(V=2, schedule="1f1b"), "one chunk a stage"),
         (

@@ -6,14 +6,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks.planted_spreads import ELSEWHERE, NAMED, examine, faults
+from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, root
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
+from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import Node
 from tools.prove import moves, tokens
-from tools.prove.call import Call, Order
+from tools.prove.call import Call, Order, is_only_averaged
 from tools.prove.moves import reduce_mean
-from tools.prove.report import prove_rank, typing_of
+from tools.prove.report import prove_rank, ranks_of, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Alike, Contradiction, NotKnown, Rows, Spread, plain
 
@@ -174,3 +175,24 @@ def test_gathered_pieces_may_belong_to_the_dimension_beside():
 def test_equal_elements_fit_every_cut():
     x = Spread((("a", 4), (2,)))
     assert moves.concat([x, Alike(((4,), ()))], 1).dims == (("a", 4), (3,))
+
+
+def test_the_order_of_ranks_matters_unless_their_pieces_are_only_averaged():
+    """The router gathers each rank's share of tokens by expert, and takes the mean over the ranks."""
+    result, graph, mesh, peers = STEP
+    own, made = ranks_of(result, mesh.devices), generated_groups(graph)
+    tried = Counter()
+    for number, node in enumerate(root(graph)):
+        averaged = node.op == "AllGather" and is_only_averaged(root(graph), number)
+        if node.op != "AllGather" or tried[averaged] == 4:
+            continue
+        tried[averaged] += 1
+        name = str(attributes_of(node.text)["group"])
+        ranks = own(name) or made[name]
+        faulty = copied(graph)
+        root(faulty)[number].text = node.text.replace(f'"{name}"', '"reversed"')
+        other = {**result, "groups": [*result["groups"], ("reversed", ranks[::-1])]}
+        stage = prove_rank(other, typing_of(other, faulty, mesh, peers), {})
+        assert bool(stage.contradictions) != averaged, node.scope
+        assert not averaged or {weight.verdict for weight in stage.weights} == {"proven"}
+    assert tried == {True: 3, False: 4}

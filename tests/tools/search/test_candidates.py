@@ -114,7 +114,7 @@ def test_limits_keep_what_they_say(limit, keeps):
         ("shards=none", r"the name 'shards' is unknown \(did you mean 'shard'"),
         ("mode<global", "mode can be compared only with = or !="),
         ("mode=globl", r"not 'globl' \(did you mean 'global'"),
-        ("tp<=4,8", "only one number may follow the sign <="),
+        ("tp<=4,8", "write one number, because only = and != take a list"),
         ("tp=four", "the value of tp must be a number"),
         ("ep%8=9", "the remainder of a division by 8 must be from 0 to 7"),
         ("ep%0=0", "0 is not a valid divisor"),

@@ -152,7 +152,7 @@ def test_what_is_written_and_how_to_begin_with_it(mini, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rope_theta": 5000.0}, "rope_theta is 5000.0, the recipe's 10000.0"),
+        ({"rope_theta": 5000.0}, "rope_theta is 5000.0, but the recipe has 10000.0"),
         ({"routed_scaling_factor": 1.0}, "routed_scaling_factor is 1.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling is {'type': 'yarn', 'factor': 4}"),
     ],

@@ -114,12 +114,12 @@ def test_another_value_of_a_key_that_decides_numbers_is_refused(folder, model, d
         ("telechat3", {"rope_parameters": {"rope_theta": 5e5, **PUBLIC}}, "rope_theta differs from that of rope_param"),
         ("telechat3", {"rope_parameters": {**PUBLIC, "factor": 8}}, "rope_scaling and rope_parameters differ"),
         ("telechat3", {"rope_theta": None, "rope_parameters": {"rope_theta": 10000.0, **PUBLIC}}, None),
-        ("telechat3", {"rms_norm_eps": None}, "rms_norm_eps is 1e-06, the recipe's 1e-05"),  # transformers' default
-        ("telechat2", {"layer_norm_epsilon": None}, "rms_norm_eps is None, the recipe's 1e-05"),
+        ("telechat3", {"rms_norm_eps": None}, "rms_norm_eps is 1e-06, but the recipe has 1e-05"),  # the default
+        ("telechat2", {"layer_norm_epsilon": None}, "rms_norm_eps is None, but the recipe has 1e-05"),
         ("telechat2", {"logn": True}, "logn is True"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}, None),
-        ("deepseek_v3", {"rope_scaling": None}, "rope_scaling is None, the recipe's {'rope_type': 'yarn'"),
+        ("deepseek_v3", {"rope_scaling": None}, "rope_scaling is None, but the recipe has {'rope_type': 'yarn'"),
         ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor is 2.5"),
         ("deepseek_v3", {"head_dim": 3}, "head_dim is 3"),
     ],

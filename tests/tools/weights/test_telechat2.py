@@ -167,17 +167,17 @@ def test_public_sizes(layers, hidden, heads, ffn):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"n_head": 8}, "num_attention_heads is 8, the recipe's 16"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, the recipe's 2"),
-        ({"num_key_value_heads": None}, "num_key_value_heads is 16, the recipe's 2"),  # Tele-AI's default: all heads
+        ({"n_head": 8}, "num_attention_heads is 8, but the recipe has 16"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4, but the recipe has 2"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is 16, but the recipe has 2"),  # default: all
         ({"ffn_hidden_size": 64}, "intermediate_size is 64"),
-        ({"layer_norm_epsilon": 1e-6}, "rms_norm_eps is 1e-06, the recipe's 1e-05"),
-        ({"rope_theta": 1e6}, "rope_theta is 1000000.0, the recipe's 10000.0"),
-        ({"base_seqlen": LENGTH // 4}, f"rope_theta is {10000 * 7 ** (WIDTH / (WIDTH - 2))!r}, the recipe's 10000.0"),
+        ({"layer_norm_epsilon": 1e-6}, "rms_norm_eps is 1e-06, but the recipe has 1e-05"),
+        ({"rope_theta": 1e6}, "rope_theta is 1000000.0, but the recipe has 10000.0"),
+        ({"base_seqlen": LENGTH // 4}, f"rope_theta is {10000 * 7 ** (WIDTH / (WIDTH - 2))!r}, but the recipe has 100"),
         ({"training_seqlen": 64, "base_seqlen": 64}, "training_seqlen is 64, and the recipe's max_position_embeddings"),
         ({"embed_layernorm": True}, "embed_layernorm is True, which is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is {'type': 'dynamic'"),
-        ({"attention_bias": True}, "attention_bias is True, the recipe's False"),
+        ({"attention_bias": True}, "attention_bias is True, but the recipe has False"),
     ],
 )
 def test_another_model_is_refused_by_name(tmp_path, config, says):

@@ -69,16 +69,16 @@ def test_standard_yarn_is_written_for_llama(tmp_path):
 @pytest.mark.parametrize(
     ("scaling", "says"),
     [
-        (None, "rope_scaling is None, the recipe's {'rope_type': 'telechat3-yarn'"),
-        (PUBLIC | {"factor": 8.0}, "rope_scaling.factor is 8.0, the recipe's 4.0"),
-        (PUBLIC | {"beta_fast": 16}, "rope_scaling.beta_fast is 16, the recipe's 32.0"),
+        (None, "rope_scaling is None, but the recipe has {'rope_type': 'telechat3-yarn'"),
+        (PUBLIC | {"factor": 8.0}, "rope_scaling.factor is 8.0, but the recipe has 4.0"),
+        (PUBLIC | {"beta_fast": 16}, "rope_scaling.beta_fast is 16, but the recipe has 32.0"),
         (PUBLIC | {"mscale": 2.0}, "rope_scaling.attention_factor is 1.19"),
         (PUBLIC | {"original_max_position_embeddings": 64}, "rope_scaling.original_max_position_embeddings is 64"),
         (PUBLIC | {"rope_type": "yarn"}, "rope_scaling.attention_factor is 1.138"),
         (PUBLIC | {"truncate": False}, "rope_scaling.truncate is False"),
-        ({"type": "linear", "factor": 4.0}, "'linear', 'factor': 4.0}, the recipe's"),
-        ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic', 'factor': 4.0}, the recipe's"),
-        ({"rope_type": "llama3", "factor": 4.0}, "'llama3', 'factor': 4.0}, the recipe's"),
+        ({"type": "linear", "factor": 4.0}, "'linear', 'factor': 4.0}, but the recipe has"),
+        ({"rope_type": "dynamic", "factor": 4.0}, "'dynamic', 'factor': 4.0}, but the recipe has"),
+        ({"rope_type": "llama3", "factor": 4.0}, "'llama3', 'factor': 4.0}, but the recipe has"),
         ("yarn", "rope_scaling is 'yarn'"),
         ({"rope_type": "telechat3-yarn"}, "rope_scaling.factor is None"),
     ],
@@ -129,7 +129,7 @@ def test_a_recipe_with_plain_positions_says_what_to_write(tmp_path, scaling, say
 def test_plain_positions_have_three_words(tmp_path, config):
     plain = recipe_of(tmp_path / "recipe", PLAIN)
     assert check_config(public(tmp_path / "hf", plain, None, **config), model_of(load_recipe(plain)))
-    with pytest.raises(CheckpointError, match="rope_scaling is None, the recipe's"):
+    with pytest.raises(CheckpointError, match="rope_scaling is None, but the recipe has"):
         check_config(tmp_path / "hf", model_of(load_recipe(recipe_of(tmp_path / "other"))))
 
 

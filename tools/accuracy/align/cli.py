@@ -24,18 +24,29 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
-              help="Compare RECIPE with Hugging Face's DeepseekV3 (needs torch) or with another recipe.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Compare this many steps.")
+              help="Compare RECIPE with Hugging Face's DeepseekV3 (needs torch) or with this recipe.")  # fmt: skip
+@click.option(
+    "--steps", default=20, show_default=True, type=Number("curve_steps"), help="Train and compare this many steps."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
 @click.option(
     "--data",
     metavar="PREFIX",
     help="Train both recipes on the Megatron corpus PREFIX.bin and PREFIX.idx instead of the recipe's corpus.",
 )
-@click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
-              help="Run the reference with this Python (with torch).  [default: the Python of tc3]")  # fmt: skip
 @click.option(
-    "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the starting weights with this seed."
+    "--reference-python",
+    "python",
+    default=sys.executable,
+    metavar="PATH",
+    help="Run Hugging Face's model with this Python, which needs torch.  [default: the Python of tc3]",
+)
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=Number("seed"),
+    help="Draw the initial weights at random with this seed.",
 )
 @click.option(
     "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the files of both runs in this folder."

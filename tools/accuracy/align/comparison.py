@@ -215,7 +215,8 @@ class Wanted:
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
     """Compare a recipe with its reference, stage by stage, and stop after the first stage that fails; call `say` with
-    messages about the progress. A wrong input raises TC3Error; if a training run fails, its stage counts as failed.
+    messages about the progress. A wrong input raises TC3Error; if a training run fails, the stage that needs this run
+    counts as failed.
     """
     comparison = Comparison(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):

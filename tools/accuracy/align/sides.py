@@ -256,8 +256,8 @@ def _no_torch(python: str) -> str:
 
 
 def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weights: Arrays | None) -> Record:
-    """Train `recipe` with MindFormers on one worker, and return its record. The training starts from `weights` (by
-    MindFormers' names), or from the recipe's own initial weights if `weights` is None.
+    """Train `recipe` with MindFormers on one worker, and return the record of its losses and gradients. The training
+    starts from `weights` (by MindFormers' names), or from the recipe's own initial weights if `weights` is None.
 
     Raises:
         RecipeError: the recipe is refused. SideFailedError: the run failed.
@@ -322,4 +322,4 @@ def start(command: list[str], log: Path, run: Path) -> None:
     if code == REFUSED and told:
         raise RecipeError(told[-1])
     last = (told or lines or [""])[-1]
-    raise SideFailedError(f"{log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")
+    raise SideFailedError(f"the process {log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")

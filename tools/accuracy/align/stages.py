@@ -259,8 +259,8 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the same as `relative`, but without the thousandth of the elements that differ most; an array of fewer
-    than 1000 elements is compared whole.
+    """Return the relative error of an array in the L2 norm, without the thousandth of the elements that differ most; an
+    array of fewer than 1000 elements is compared whole.
     """
     if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return float("inf")  # NaN would be among the worst, and left out

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     "--all",
     "everything",
     is_flag=True,
-    help="Print all findings, by step and stage of the comparison, not only those of the first stage that differs.",
+    help="Print the differences of all steps and all stages (such as samples, forward, gradients), not only of the "
+    "first stage that differs.",
 )
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep the runs that this command trains (if A or B is a recipe) in this folder.",
+    help="Keep the runs that this command trains in this folder, if A or B is a recipe.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option

@@ -63,7 +63,9 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` holds the differences between two runs, or the laws that one run breaks."""
+    """A `Verdict` holds the differences between two runs, or, for a single run, the laws (relations that hold in every
+    correct run) that the run breaks.
+    """
 
     findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
     changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
@@ -87,7 +89,7 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return the number of findings that come before those of `first`; rounding explains each of them."""
+        """Return the number of differences, all explained by rounding, that come before the first larger difference."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
@@ -119,7 +121,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
         layout += tuple(each for each in changes if each.words[-1] == "batch_size")  # a rank's share of the same batch
     numbers = tuple(each for each in changes if each.meaning.group == "numbers" and each not in layout)
     if others := [each for each in numbers if each.words[-1] in SIZES and each.words[: len(MODEL)] == MODEL]:
-        raise OtherModelError(", ".join(f"{each.words[-1]} {each.before} and {each.after}" for each in others))
+        raise OtherModelError(", ".join(f"{each.words[-1]} is {each.after}, not {each.before}" for each in others))
     software = _software(a, b) if b else ()
     pair = _Pair(a, b, not layout and not software, not numbers and not layout) if b else None
     findings = list(pair.findings()) if pair else []

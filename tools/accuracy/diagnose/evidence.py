@@ -306,7 +306,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("the line is not a JSON object")
+                raise ValueError("the line must hold one JSON object")
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{file}: line {number} is damaged ({error}); train again, or copy the file again"

@@ -290,8 +290,8 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Compare the lines that two runs of the same configuration and layout recorded, and yield (0 for run `a` or 1 for
-    run `b`, sentence) for each line that lacks names which the same line of the other run has. Recorded states after a
+    """Compare the recorded lines of two runs with the same configuration and layout. Yield (0 for run `a` or 1 for run
+    `b`, a sentence) for each line that lacks names which the same line of the other run has. Recorded states after a
     skipped step are not compared, because such a step has no updates.
     """
     for step in sorted(a.steps.keys() & b.steps.keys()):

@@ -393,7 +393,9 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return the difference relative to the larger number; 0 if both are NaN, infinity if only one is finite."""
+    """Return the difference between two numbers relative to the larger one; 0 if both are NaN, infinity if only one is
+    finite.
+    """
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
     error = abs(one - two) / max(abs(one), abs(two))

@@ -81,7 +81,7 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
     """Return (step, module -> its output computed in NumPy, router -> number of tokens whose expert scores are tied,
     ""); if nothing can be computed, return (0, {}, {}, reason). The file `kept_in` holds the weights and the batch of
-    this step, which is the first recorded step since the last resume or, for the file `END`, the last step.
+    the computed step, which is the first recorded step since the last resume or, for the file `END`, the last step.
     """
     file = side.folder / kept_in
     if not file.is_file():

@@ -376,6 +376,6 @@ def check_alike(golden: Dump, bench: Dump) -> None:
         )
     if list(golden.weights) != list(bench.weights):
         raise DataError(
-            f"{golden.folder} has weights of steps {list(golden.weights)}, but {bench.folder} has those of steps "
+            f"{golden.folder} has weights of steps {list(golden.weights)}, but {bench.folder} has weights of steps "
             f"{list(bench.weights)}: dump both with this version of `tc3 accuracy dump`"
         )

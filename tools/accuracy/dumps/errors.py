@@ -61,7 +61,7 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 @dataclass(frozen=True)
 class Scale:
     """A `Scale` is a factor by which all elements of a tensor differ from the golden tensor, found by least squares.
-    `error` is the distance between 1 and the interval [low, high] in which this factor lies; `allowed` is the tolerance
+    `error` is the distance between 1 and the interval [low, high] in which the factor lies; `allowed` is the tolerance
     of `error`.
     """
 
@@ -133,8 +133,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
             raise DataError(
-                f"{bench}: the array has shape {list(got.shape)}, and that of {golden} has shape {list(want.shape)}, "
-                "although the dump.json files give both the same shape; one of the dumps is damaged, so make both again"
+                f"{bench}: the array has shape {list(got.shape)}, and the array of {golden} has shape "
+                f"{list(want.shape)}, although the dump.json files give both the same shape; one dump is damaged, so "
+                "make both dumps again"
             )
         identical, total = _first_look(want, got)
         if (identical and np.isfinite(total)) or not want.size:

@@ -101,8 +101,8 @@ def parse(text: str) -> Name:
 
 class NpyFile:
     """An `NpyFile` is an open .npy file whose values `chunks` yields; as a context manager it closes the file. The
-    constructor raises DataError if the file is missing or is no .npy file, and `chunks` if it is shorter than its
-    header says.
+    constructor raises DataError if the file is missing or is no .npy file; the method `chunks` raises DataError if the
+    file is shorter than its header says.
     """
 
     def __init__(self, path: Path):
@@ -251,7 +251,7 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
             raise DataError(
-                f"{path}: msprobe gives no file with the tensor of a kernel such a name; make the dump again"
+                f"{path}: the name of this file is not one that msprobe gives to a kernel's tensor; make the dump again"
             )
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:
@@ -302,7 +302,7 @@ def open_dump(folder: Path) -> Dump:
     stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(
-            f"{folder}: the dump is not complete, because it was killed or failed; make it again in a new folder"
+            f"{folder}: the dump is not complete, because its run was killed or failed; dump again into a new folder"
         )
     weights = _steps(folder / WEIGHTS_FOLDER)
     if (folder / CONFIGURATION).exists():
@@ -357,8 +357,8 @@ def _ranks(step: Path) -> dict[int, Path]:
     processes = [path for path in folders if _PROCESS.match(path.name)]
     if len(processes) > 1 or (processes and ranks):
         raise DataError(
-            f"{step}: the name {processes[0].name} does not contain the rank; if several processes dump, each of "
-            f"them must pass a rank_id to msprobe's start()"
+            f"{step}: the name of the folder {processes[0].name} does not contain a rank; if several processes dump, "
+            "each process must pass its rank_id to msprobe's start()"
         )
     return ranks or dict(enumerate(processes))
 
@@ -370,7 +370,9 @@ def _content(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: this is not msprobe's dump.json, or it is incomplete: it {not_json(error)}") from None
+        raise DataError(
+            f"{file}: this is not msprobe's dump.json, or it is incomplete: the file {not_json(error)}"
+        ) from None
     missing = [key for key in HEAD if not isinstance(content, dict) or key not in content]
     if missing:
         raise DataError(f"{file}: this is not msprobe's dump.json, because it has no {missing[0]!r}")

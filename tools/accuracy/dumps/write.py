@@ -1,7 +1,7 @@
 """This module writes a dump of tensors. `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete
-= false, and again with complete = true when all files are on disk. msprobe (the distribution mindstudio-probe) writes
-the calls of each step; this module writes the weights after the last step, and at msprobe's levels L1 and L2 also the
-weights before each step.
+= false, and again with complete = true when all files are on disk. The library msprobe (distribution mindstudio-probe)
+writes the calls of each step. This module writes the weights after the last step, and at msprobe's levels L1 and L2
+also the weights before each step.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def refuse_parts(
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
     """Return an msprobe `PrecisionDebugger` for one rank, which writes into `folder/stepN/rankM/`. The `level` is L0
-    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" it also writes all values. Each rank
-    gets its own configuration file for msprobe.
+    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" the debugger also writes all values.
+    Each rank gets its own configuration file for msprobe.
     """
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}

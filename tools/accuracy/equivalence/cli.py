@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="NAME,...",
-    help="Run only the strategies with these names, or all strategies of a kind (baseline, trained or executed); may "
-    "be repeated.",
+    help="Test only these parallel strategies: a name that --list prints, or `trained`, `executed` or `baseline` for "
+    "all strategies of that kind; may be repeated.",
 )
 @click.option(
     "--steps", default=3, show_default=True, type=Number("curve_steps"), help="Train this many steps in each run."
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 @click.option(
     "--draws",
     type=Number("rows"),
-    help="Draw this number of parallel layouts at random, and compare the training in each with that in one process.",
+    help="Draw this many parallel layouts at random, and compare the training in each layout with the training in one "
+    "process.",
 )
 @click.option(
     "--seed", default=0, show_default=True, type=Number("seed"), help="Draw the layouts of --draws with this seed."
@@ -48,29 +49,29 @@ if TYPE_CHECKING:
     default=4,
     show_default=True,
     type=Number("workers"),
-    help="Let --draws choose only layouts that need at most this many processes.",
+    help="Let --draws draw only layouts that need at most this many processes.",
 )
 @click.option(
     "--update",
     is_flag=True,
-    help="Store the losses and norms of the trained runs as the new golden numbers, instead of comparing them with "
-    "the stored ones.",
+    help="Store the losses and gradient norms of the runs as new reference numbers, instead of comparing them with the "
+    "stored reference numbers.",
 )
 @click.option(
     "--golden",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Read the golden numbers from this folder or, with --update, write them to it.  [default: tests/golden of the "
-    "checkout]",
+    help="Read the reference losses and gradient norms from this folder or, with --update, write them to this folder.  "
+    "[default: tests/golden of the checkout]",
 )
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write the folders of the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
 )
-@click.option("--dry-run", is_flag=True, help="List the runs that the command would start, and start none.")
+@click.option("--dry-run", is_flag=True, help="List the training runs that the command would start, and start no run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @page_option
-@click.option("--list", "list_only", is_flag=True, help="List the strategies and run none.")
+@click.option("--list", "list_only", is_flag=True, help="List the parallel strategies, and start no run.")
 @unverified_option
 def equivalence_command(
     recipe: str | None,

@@ -265,7 +265,8 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
     if noted and len(run.shares) != len(run.steps):
-        raise DataError(f"{run_dir / NOTES}: the folder lacks the last rank's gradient of {noted} for some steps")
+        wrong = f"the last rank did not record the gradient of {noted} in some steps"
+        raise DataError(f"{run_dir / NOTES}: {wrong}; train again")
     shutil.rmtree(checkpoints)
     return run
 
@@ -286,13 +287,13 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
         raise DataError(
             f"{metrics}: the learning rate of the first step is not 0, so the first checkpoint does not hold the "
-            "starting weights"
+            "starting weights; train with a warm-up from 0"
         )
     folders = iterations(run_dir / "checkpoint")[::-1]
     if [iteration(folder) for folder in folders] != list(range(1, len(steps) + 1)):
         raise CheckpointError(
             f"{run_dir / 'checkpoint'}: the folder must hold one checkpoint for each of {len(steps)} steps, but does "
-            "not"
+            "not; train again into a new folder"
         )
     adam = adam_of(recipe.get("optimizer") or {})
     record = _Record(adam)

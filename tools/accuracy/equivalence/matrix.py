@@ -103,8 +103,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies whose names or kinds are in `names`. Without names, return all strategies, but of those
-    that are executed as a sharded graph, which take minutes each, only a default selection.
+    """Return the strategies whose names or kinds are in `names`. If `names` is empty, return all strategies except most
+    of those that are executed as a sharded graph, because each of these takes minutes.
 
     With `base`, the recipe from `one_worker`, rows that need what its model lacks are left out. With `drawn`, the
     arguments of `draw_cases`, layouts are drawn, too; of them only those that are named, so that one that failed can be
@@ -182,8 +182,8 @@ class _Runner(Runs):
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:
-        """Train the baseline if the user named it; return a list with one failed result if the training fails,
-        otherwise an empty list.
+        """Train the baseline because the user asked for the strategy `baseline`. Return a list with one failed result
+        if the training fails, otherwise an empty list.
         """
         try:
             self.run(BASELINE, Variant())

@@ -166,7 +166,7 @@ def read_run(run_dir: Path) -> Trained:
     workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
-        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results")
+        raise DataError(f"{folder}: rank {missing[0]} of {workers} ranks did not record its results; train again")
     steps = read_steps(run_dir)
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]

@@ -69,7 +69,7 @@ class Finding:
 
 
 class At(NamedTuple):
-    """An `At` names a step and a phase of a training; its methods make findings (differences) for these."""
+    """An `At` names a step and a phase of a training; its methods make the findings (differences) of that phase."""
 
     run: Trained
     step: int

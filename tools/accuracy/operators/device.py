@@ -21,7 +21,7 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that the device has no kernel for an operator or a data type; MindSpore wrote its message."""
+    """This error means that the device has no kernel for an operator or a data type; the message is MindSpore's."""
 
 
 class MindSporeDevice:

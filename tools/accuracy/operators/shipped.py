@@ -90,7 +90,7 @@ def _differences(name: str, got: list[float], want: list[float] | None) -> Itera
     "--update",
     is_flag=True,
     required=True,
-    help="Compute the golden results again and overwrite shipped.json with them.",
+    help="Compute the reference results of the operators again, and overwrite shipped.json with them.",
 )
 def main(update: bool) -> None:
     """Compute the golden results of all operators, and write them with today's date."""

@@ -22,7 +22,7 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 class Forward:
     """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from weights with
-    Hugging Face's names. Tests override its methods to insert faults.
+    Hugging Face's names. Tests override methods of this class to insert faults.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
@@ -140,7 +140,7 @@ class Forward:
         return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
 
     def positions(self, length: int) -> np.ndarray:
-        """Return the position of each token of a sample of this length."""
+        """Return the positions of the tokens in a sample of `length` tokens."""
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:

@@ -26,8 +26,8 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     """Return the initial float32 weights by Hugging Face's names. The weights of norms are not 1 and the biases are not
-    0, so that a norm or bias that is left out changes the results. All other weights are small, because with unit
-    variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
+    0, so that a norm or bias that is left out changes the results. Weights other than norms and biases are small,
+    because with unit variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -116,7 +116,7 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
             f"{kind!r}"
         )
     if schedule.get("learning_rate") is None:
-        raise RecipeError("lr_schedule.learning_rate: the key is missing; write the learning rate after the warm-up")
+        raise RecipeError("lr_schedule.learning_rate: the key is missing; write the rate that the warm-up reaches")
     peak, start = float(schedule["learning_rate"]), float(schedule.get("warmup_lr_init") or 0.0)
     total = schedule.get("total_steps") or 0
     ratio = schedule.get("warmup_ratio")

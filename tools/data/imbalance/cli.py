@@ -16,33 +16,39 @@ from tools.ranges import Number, overrides_option
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 STEPS_HELP = (
-    "Analyse this many steps, spread evenly over the run.  [default: as many as can be analysed in some seconds]"
+    "Analyse this many training steps, spread evenly over the run.  [default: as many as can be analysed in a few "
+    "seconds]"
 )
 WINDOW_HELP = (
-    "Let samples move between W consecutive steps, which changes the samples of each step.  [default: the recipe's "
-    "window, or 1]"
+    "Let the balancing move samples between W consecutive steps, so that a step may get other samples than without "
+    "balancing.  [default: the recipe's window, or 1]"
 )
 
 
-@click.command("imbalance", context_settings=SETTINGS, short_help="Report how unevenly documents load the devices.")
+@click.command(
+    "imbalance",
+    context_settings=SETTINGS,
+    short_help="Report how unevenly the documents of a corpus load the devices in training.",
+)
 @click.argument("prefix", type=click.Path(path_type=Path))
 @click.option(
     "--recipe",
     required=True,
     type=click.Path(path_type=Path),
-    help="Take the parallel layout and the cost of a sample from this recipe.",
+    help="Take the parallel layout, and the model that sets the compute cost of a sample, from this recipe.",
 )
 @overrides_option
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
 @click.option(
-    "--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict the seconds of a step on this cluster."
+    "--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Predict the step time in seconds on this cluster."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw the lengths of documents and the loads of ranks and micro-batches in one step (.svg or .png).",
+    help="Draw a picture of the document lengths and of the loads of ranks and micro-batches in one step to this file "
+    "(.svg or .png).",
 )
 def imbalance_command(
     prefix: Path,

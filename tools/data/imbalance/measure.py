@@ -1,5 +1,5 @@
-"""This module measures before a run how unevenly a corpus loads the devices of a recipe, without and with
-`plugins/attention_balance`.
+"""This module estimates, before a run, how unevenly the documents of a corpus load the devices of a recipe, without and
+with `plugins/attention_balance`.
 
 1. The module maps the document lengths of PREFIX.idx into memory, and builds the dataset's index as MindFormers will
    build it; no token is read.
@@ -67,8 +67,8 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Return the seconds of a step whose computation takes `over_even` times as long as that of an evenly loaded
-        step.
+        """Return the seconds of a step whose computation takes `over_even` times as long as the computation of an
+        evenly loaded step.
         """
         return self.even + (over_even - 1) * self.stretched
 
@@ -121,20 +121,20 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """Return the quantile `share` of the values: the smallest value that at least this share of all values does not
-        exceed.
+        """Return a quantile: the smallest value v such that at least the fraction `share` of the values is at most
+        v.
         """
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """Return the smallest value v such that all values up to v together make up at least `share` of the sum of all
-        values.
+        """Return the smallest value v for which the values up to v add up to at least the fraction `share` of the sum
+        of all values.
         """
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (from, below, count, sum) for each power of two in the range of the values: how many values lie in
-        [from, below), and their sum.
+        """Yield (from, below, count, sum) for each power of two in the range of the values: the number and the sum of
+        the values in [from, below).
         """
         octave = np.frexp(self.values)[1] - 1  # exact below 2**53
         for power in range(int(octave[0]), int(octave[-1]) + 1):
@@ -148,7 +148,9 @@ def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
 
 
 class Counter:
-    """A `Counter` counts values that arrive in chunks, and returns their `Distribution`."""
+    """A `Counter` counts how often each value occurs in arrays of integers, and returns the result as a
+    `Distribution`.
+    """
 
     def __init__(self) -> None:
         self._short = np.zeros(_COUNTED, np.int64)
@@ -197,7 +199,8 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """A `Result` holds how evenly a corpus loads the devices of a recipe whose documents do not attend to each other.
+    """A `Result` holds how evenly a corpus loads the devices of a recipe in which tokens attend only to their own
+    document.
 
     Args:
         dataset: the number of samples in the dataset. epochs: the number of passes over the corpus that the dataset
@@ -243,8 +246,8 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """Return the speed-up by `plugins/attention_balance`: the seconds of a step, or of its computation, without the
-        plugin divided by those with the plugin.
+        """Return the speed-up by `plugins/attention_balance`: the step time without the plugin divided by the step time
+        with the plugin. If step times cannot be predicted, the speed-up is the ratio of the computation times.
         """
         if self.result is None:
             return None

@@ -39,8 +39,8 @@ _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_g
 
 @dataclass(frozen=True)
 class Setting:
-    """A `Setting` holds the values that the measurement needs from a recipe whose documents do not attend to each
-    other.
+    """A `Setting` holds the values that `tc3 data imbalance` needs from a recipe in which tokens attend only to their
+    own document.
 
     Args:
         sequence_length: the number of tokens of a sample. seed: the seed of the dataset's shuffling.
@@ -71,8 +71,8 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Return the reason why every sample of this recipe costs the same; return an empty text if the costs of samples
-    differ.
+    """Return the reason why every sample of a recipe needs the same amount of computation, or an empty text if the
+    amounts differ.
 
     Raises:
         RecipeError: the recipe does not train on a Megatron corpus.
@@ -88,8 +88,8 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Return the values of a recipe that determine how evenly its data load the devices, as if the corpus
-    PREFIX.bin/.idx were its only corpus.
+    """Return the values of a recipe that determine how evenly its data load the devices. The corpus PREFIX.bin/.idx is
+    taken as the recipe's only corpus.
 
     Args:
         window: the number of consecutive global batches among which the plan may exchange samples; None for the value
@@ -237,8 +237,9 @@ _CONTEXT_SAMPLES = 32
 
 @dataclass(frozen=True)
 class OneStep:
-    """A `OneStep` holds the attention work of each rank's micro-batches in one step, [ranks, micro-batches], divided by
-    the mean, once without and once with the plan of `plugins/attention_balance`.
+    """A `OneStep` holds the attention work of each rank's micro-batches in one step, without and with
+    `plugins/attention_balance`. The arrays `before` and `after` are [ranks, micro-batches], and hold the work divided
+    by the mean work.
     """
 
     number: int
@@ -248,8 +249,8 @@ class OneStep:
 
 @dataclass(frozen=True)
 class Steps:
-    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. Each pair of values is (value
-    without the plan of `plugins/attention_balance`, value with the plan).
+    """A `Steps` holds how evenly the devices are loaded in the examined steps of a run. A `Steps` holds most values as
+    pairs (value without `plugins/attention_balance`, value with the plugin).
 
     Args:
         numbers: the numbers of the examined steps, int64 [steps].
@@ -295,7 +296,8 @@ class _Window:
 
 def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
     """Return how evenly the samples of a recipe load the devices, with and without the plans of
-    `plugins.attention_balance`. A plan covers the consecutive steps that begin at one of `starts` (int64 [n], rising).
+    `plugins.attention_balance`. Each number in `starts` (int64 [n], rising) is the first of the consecutive steps for
+    which `plugins.attention_balance` makes one plan.
     """
     reporter.start("planning steps", len(starts))
     windows = []

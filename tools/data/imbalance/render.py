@@ -1,4 +1,6 @@
-"""This module shows an imbalance as text for people, as JSON for programs, and as a picture."""
+"""This module shows how evenly a corpus loads the devices of a recipe, as text for people, as JSON for programs, and as
+a picture.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first an
 
 
 def as_json(found: Imbalance) -> dict[str, Any]:
-    """Return the imbalance of a corpus as one JSON object. In the JSON object, a pair is [value without the plugin,
-    value with the plugin], and loads are divided by the mean load of their step.
+    """Return how evenly a corpus loads the devices of a recipe, as one JSON object. In the JSON object, a pair is
+    [value without the plugin, value with the plugin], and each load is divided by the mean load of the step.
     """
     rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
     tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
@@ -247,7 +249,7 @@ _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 def draw(found: Imbalance, path: Path) -> Path:
     """Draw the lengths of documents and the loads of ranks and micro-batches to an .svg or .png file; return `path`. If
-    every sample costs the same, the picture shows only lengths.
+    every sample needs the same amount of computation, the picture shows only the lengths of the documents.
     """
     panels = 3 if found.result else 1
     figure = new_figure(4 + 4.5 * panels, 4)

@@ -56,7 +56,7 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
 
 
 def megatron_layer_pass(config: Configuration, kind: str) -> float:
-    """Return the peak of the bytes of gradients during the backward pass of a layer in Megatron."""
+    """Return the peak memory of gradients, in bytes, during the backward pass of a layer in Megatron."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     gates = 2 if model.gated else 1
@@ -71,8 +71,8 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Return the bytes that the loss needs in Megatron: the logits, the input of the output layer, which is gathered
-    again, and the gradient of this input.
+    """Return the bytes that the loss needs in Megatron: the bytes of the logits, of the gathered input of the output
+    layer, and of the gradient of this input.
     """
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
@@ -112,8 +112,8 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return a dictionary module (such as attention) -> bytes of activations that a layer keeps there for its backward
-    pass.
+    """Return the bytes of activations that a layer keeps for its backward pass, as a dictionary module (such as
+    attention) -> bytes.
     """
     if config.training_graph:
         return kept_parts(config, kind, option)
@@ -202,10 +202,9 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
 
 
 def buffers(config: Configuration, kind: str) -> float:
-    """Return the bytes of a layer's communication buffers: for an activation that tensor parallelism gathers, and for
-    the token copies of one micro-batch that the device receives for its experts or gets back from other experts. The
-    output of a tensor-parallel AllGather and the input of a ReduceScatter exist at the same time, unless the
-    collectives are part of the matmul.
+    """Return the bytes of a layer's communication buffers. Communication buffers hold activations that tensor
+    parallelism gathers, and token copies that are dispatched to experts and come back. The output of a tensor-parallel
+    AllGather and the input of a ReduceScatter exist at the same time, unless the collectives are fused with the matmul.
     """
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
@@ -214,24 +213,24 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, else "none".
-    MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not apply to the
-    operators of MTP layers.
+    """Return the recompute option of MTP layers: "full" if the last decoder layer is recomputed fully, and "none"
+    otherwise. MindFormers gives MTP layers the setting of the last decoder layer, but partial recomputation does not
+    apply to the operators of MTP layers.
     """
     chunk, stage, _ = places(config.layers, config.schedule)[-1]
     return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"
 
 
 def working(config: Configuration, layers: Iterable[tuple[str, str]]) -> float:
-    """Return the peak of the bytes that a pass through a chunk needs in addition to the tensors that are kept for the
-    backward pass. The argument `layers` holds a pair (kind, recompute option) for each layer of the chunk.
+    """Return the peak memory in bytes that a pass through a chunk needs in addition to the kept activations. The
+    argument `layers` holds a pair (kind, recompute option) for each layer of the chunk.
     """
     return fullest_pass(config, layers)[1]
 
 
 def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tuple[str, float]:
-    """Return the part of a chunk (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
-    activations, and these bytes.
+    """Return the part of a chunk (a kind of layer, or the loss) that needs the most memory in addition to the kept
+    activations, with the number of bytes.
     """
     found = [("", 0.0)]
     pairs = dict.fromkeys(layers)

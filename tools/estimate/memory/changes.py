@@ -1,4 +1,4 @@
-"""This module lists changes of a run that reduce its memory on a device, each change by itself or two together.
+"""This module lists changes to a run that reduce its memory on a device: single changes, and pairs of changes.
 
 A change keeps the devices and the global batch. The memory of the changed run is predicted anew, which shows how much
 memory the change frees. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
@@ -27,8 +27,8 @@ Apply = Callable[[Configuration, float], Configuration | None]  # of a run and i
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one change of a run that reduces its memory, or two such changes made together: its name in words,
-    the changed run, and the peak memory of each stage in bytes, [stages].
+    """A `Change` is a change to a run (or two changes together) that reduces the memory of the run. A `Change` holds a
+    description, the changed run, and the peak memory of each stage in bytes.
     """
 
     name: str
@@ -57,8 +57,8 @@ def single_changes(config: Configuration, limit: float) -> list[Change]:
 
 
 def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
-    """Return the pairs of changes of a run that together need less memory on the fullest stage than each of the two
-    changes by itself.
+    """Return the pairs of changes to a run that save more memory on the fullest stage than each of the two changes by
+    itself.
     """
     found = []
     for (name, apply), (other, second) in combinations(_moves(config), 2):
@@ -160,9 +160,9 @@ def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
 
 
 def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
-    """Return the run with only as many wholly recomputed layers on each stage (the first layers of each chunk) as the
-    memory limit requires; return None if no layer or every layer would be recomputed. Layers are added to the chunks in
-    turn, beginning with the chunk that has the most micro-batches in flight.
+    """Return the run with as few fully recomputed layers on each stage as the memory limit allows. Return None if no
+    layer or every layer would be recomputed. Layers are added to the chunks in turn, beginning with the chunk that has
+    the most micro-batches in flight.
     """
     now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
     found: Table = now
@@ -192,8 +192,9 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """Return a recompute table [chunks][stages] adapted to the new numbers of layers: all layers if all were
-        recomputed before, otherwise at most the layers that exist.
+        """Adapt a table of recomputed layers [chunks][stages] to new numbers of layers. If all layers of a chunk and
+        stage were recomputed before, all layers are recomputed again; otherwise the number is limited to the layers
+        that exist.
         """
         if table is None or table == run.layers:
             return table and layers
@@ -216,8 +217,8 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return one line that names the single changes with which the run fits according to the memory model, and the
-    memory that other changes would leave.
+    """Return one line of text that names the single changes with which the run fits in memory, and the memory that the
+    run would need with other changes.
     """
     try:
         require_known(recipe)

@@ -76,8 +76,8 @@ def _places(config: Configuration, stage: int) -> Iterator[tuple[int, int, str, 
 
 
 def peaks(config: Configuration, stage: int, shares: np.ndarray) -> np.ndarray:
-    """Return the bytes [steps] that the fullest device of a stage needs at the peak of each step. The argument `shares`
-    holds the loads of the devices, divided by their mean.
+    """Return the peak memory in bytes of the fullest device of a stage in each step, as an array [steps]. The argument
+    `shares` holds the loads of the devices, divided by the mean load.
     """
     memory, held, chunks = _even(config, stage)
     grown = _grown(config, stage)
@@ -109,8 +109,8 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest max/mean (the fullest device's load over the mean load) that any router can cause: a token has
-    at most one copy for each expert of a device.
+    """Return the largest possible max/mean (the fullest device's load over the mean load). The ratio max/mean is
+    limited because a token has at most one copy for each expert of a device.
     """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0
@@ -118,8 +118,8 @@ def most_possible(config: Configuration) -> float:
 
 @dataclass(frozen=True)
 class Even:
-    """An `Even` holds the bytes that a compile has counted for a device of a stage at even loads: the total, and the
-    smallest and the largest total that the known error allows.
+    """An `Even` holds the memory that a compile has counted for a device of a stage at even loads: the total bytes, and
+    the smallest and the largest total within the known error.
     """
 
     stage: int
@@ -129,8 +129,8 @@ class Even:
 
 
 class Needs(NamedTuple):
-    """A `Needs` holds for each step the smallest possible, the expected and the largest possible number of bytes on the
-    fullest device, each [steps].
+    """A `Needs` holds the smallest possible, the expected and the largest possible number of bytes on the fullest
+    device, each as an array [steps].
     """
 
     least: np.ndarray
@@ -141,7 +141,7 @@ class Needs(NamedTuple):
 def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even | None = None) -> Needs:
     """Return the memory of a stage under the given loads of the devices. If a compile has counted the bytes at even
     loads (`even`), the memory model computes only the additional bytes of uneven loads. If no compile has counted
-    bytes, the model computes all bytes, and the limit is reduced by a margin for the model's error.
+    bytes, the memory model computes all bytes, and the memory limit is reduced by a margin for the model's error.
     """
     found = peaks(config, stage, shares)
     if even is None:
@@ -152,8 +152,8 @@ def needs_of(config: Configuration, stage: int, shares: np.ndarray, even: Even |
 
 def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | None = None) -> float:
     """Return the largest max/mean (the fullest device's load over the mean load, the same in every layer and
-    micro-batch) at which a stage surely needs at most `limit` bytes. The result is 0 if it is not sure that the stage
-    fits at even loads, and `most_possible` if the stage fits for every routing.
+    micro-batch) at which a stage surely needs at most `limit` bytes. The result is 0 if the stage may not fit even at
+    even loads, and `most_possible` if the stage fits for every routing.
     """
 
     def taken(ratio: float) -> float:
@@ -172,8 +172,8 @@ def limit_ratio(config: Configuration, stage: int, limit: float, even: Even | No
 
 @dataclass(frozen=True)
 class Judged:
-    """A `Judged` holds whether a run fits into memory at even loads, up to which unevenness it fits, and which steps of
-    the given loads fit.
+    """A `Judged` holds whether a run fits into memory at even loads, up to which max/mean of the loads it fits, and
+    which steps of the given loads fit.
     """
 
     fits: bool  # at even loads, surely, given the model's known error
@@ -197,14 +197,14 @@ class Judged:
 
     @property
     def open(self) -> np.ndarray:
-        """Return for each step of the loads whether the known error of the memory model leaves open whether the step
-        fits, as bool [steps].
+        """Return for each step of the loads whether it is uncertain, because of the memory model's known error, that
+        the step fits, as bool [steps].
         """
         return (np.max([one.most for one in self.needs], axis=0) > self.room.bytes) & ~self.over
 
     @property
     def verdict(self) -> str:
-        """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for the fullest step of the requested loads."""
+        """Return whether all steps of the given expert loads fit in memory: `FITS`, `UNKNOWN` or `DOES_NOT_FIT`."""
         return DOES_NOT_FIT if self.over.any() else UNKNOWN if self.open.any() else FITS
 
     @property
@@ -244,7 +244,7 @@ class Judged:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`: up to which load the run fits, how many steps do not fit, and for each stage
+        """Return, as values for `--json`, up to which load the run fits, how many steps do not fit, and for each stage
         the step that needs the most memory.
         """
         found: dict[str, Any] = {"fits_up_to": self.up_to, "full_first": self.full, "most_possible": self.most}
@@ -266,8 +266,8 @@ def _floor(ratio: float, digits: int = 2) -> float:
 
 def judge(config: Configuration, room: Room, loads: Loads | None = None, compiled: Sequence[Even] = ()) -> Judged:
     """Return whether a run with experts fits into memory at even loads, up to which max/mean (the fullest device's load
-    over the mean load) it fits, and which steps of `loads` fit. If a compile has counted bytes of some stages, only
-    these stages are judged; otherwise the memory of all stages is modelled.
+    over the mean load) it fits, and which steps of `loads` fit. If a compile has counted the bytes of some stages, only
+    these stages are judged. If no compile has counted bytes, the memory of all stages is modelled.
     """
     evens: dict[int, Even | None] = {one.stage: one for one in compiled} or dict.fromkeys(range(config.pp))
     ratios = [limit_ratio(config, stage, room.bytes, even) for stage, even in evens.items()]

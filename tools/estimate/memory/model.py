@@ -63,27 +63,29 @@ class StageMemory:
 
     @property
     def in_passes(self) -> float:
-        """Return the peak of the bytes during the forward and backward passes of a step."""
+        """Return the peak memory in bytes during the forward and backward passes of a step."""
         return self.static + self.activations + self.working + self.buffers
 
     @property
     def in_update(self) -> float:
-        """Return the peak of the bytes during gradient clipping and the optimizer's update."""
+        """Return the peak memory in bytes during gradient clipping and the optimizer's update."""
         return self.weights + self.state + self.accumulated + self.update + self.buffers
 
     @property
     def peak(self) -> float:
-        """Return the peak of the bytes on a device of the stage during a step."""
+        """Return the peak memory in bytes of a device of the stage during a step."""
         return max(self.in_passes, self.in_update)
 
     def as_json(self) -> dict[str, float]:
-        """Return the bytes of each part of the memory, and under the key "peak" the peak of the bytes during a step."""
+        """Return the bytes of each part of the memory, and the peak memory in bytes during a step under the key
+        "peak".
+        """
         return asdict(self) | {"peak": self.peak}
 
 
 def stage_weights(config: Configuration, stage: int) -> list[Weight]:
-    """Return the weights of a pipeline stage; those of the last stage include the embedding if the model has MTP layers
-    or a tied head.
+    """Return the weights of a pipeline stage; the last stage also holds the embedding if the model has MTP layers or a
+    tied head.
     """
     return [weight for weight, count in counted_weights(config, stage) for _ in range(count)]
 
@@ -115,9 +117,9 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def update_memory(config: Configuration, stage: int) -> float:
-    """Return the bytes that clipping and the optimizer need on one device of a stage after the last pass, in addition
-    to weights, state and accumulated gradients. The result is 0 if gradients are not accumulated, and for software
-    other than MindFormers, because such software scales gradients in place.
+    """Return the bytes that gradient clipping and the optimizer need on one device of a stage, in addition to weights,
+    optimizer state and accumulated gradients. The result is 0 if gradients are not accumulated. The result is also 0
+    for software other than MindFormers, which scales gradients in place.
     """
     if not config.training_graph or _at_once(config):
         return 0.0
@@ -148,8 +150,8 @@ def updating(gradients: Iterable[tuple[float, float]]) -> float:
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """Return the bytes of weights, optimizer state and gradients on a device as a dictionary (part, module) ->
-    bytes.
+    """Return the bytes of weights, optimizer state and gradients on a device as a dictionary that maps (part, module)
+    to bytes.
     """
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(STATIC, row, strict=True)}
@@ -174,10 +176,10 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
-    """Return the peak of the bytes that a device needs for the tensors that it sends and receives while experts move to
-    other devices. Tensors are exchanged one after another, so the result is twice the bytes of the largest slice of a
-    tensor on the device. The argument `slices` holds the number of elements of each slice, `item` is the number of
-    bytes of an element, and the optimizer's moments have four bytes for each element.
+    """Return the peak memory in bytes of the tensors that a device sends and receives while experts move to other
+    devices. The device exchanges one tensor after another, so that the result is twice the bytes of the largest slice
+    of a tensor. The argument `slices` holds the number of elements of each slice, and `item` is the number of bytes of
+    an element. The optimizer's moments have four bytes for each element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 
@@ -250,8 +252,9 @@ def _in_turn(config: Configuration, stage: int) -> float:
 
 
 def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
-    """Return how many micro-batches of each chunk are in flight when the pipeline schedule keeps the most activations;
-    there may be several such moments, one in each row of the result [moments, chunks].
+    """Return how many micro-batches of each chunk are in flight when the pipeline schedule keeps the most activations.
+    If the schedule keeps the most activations at several moments, the result [moments, chunks] has a row for each
+    moment.
     """
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
@@ -264,8 +267,8 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """Return for each chunk of a stage a dictionary module -> bytes of activations that one micro-batch keeps there for
-    the backward pass.
+    """Return for each chunk of a stage the bytes of activations that one micro-batch keeps for the backward pass, as a
+    dictionary module -> bytes.
     """
     found = []
     for pairs in stage_layers(config, stage):
@@ -289,8 +292,8 @@ def stage_layers(config: Configuration, stage: int) -> list[list[tuple[str, str]
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """Return the recompute option of each layer of a chunk: the first layers recompute fully, the next layers
-    selectively, and then some layers repeat only communication.
+    """Return the recompute option of each layer of a chunk: "full" for the first layers, "select" for the next layers,
+    and "communication" for some further layers.
 
     MindFormers counts each option from the chunk's first layer, and the stronger option wins. If a layer is not
     recomputed as a whole, groups of operators are added to its option, as in "select+attention"
@@ -327,8 +330,8 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
-    """Return the bytes of a stage's communication buffers; 0 for software other than MindFormers, because the bytes of
-    its passes include the buffers.
+    """Return the bytes of a stage's communication buffers. The result is 0 for other software than MindFormers, for
+    which the bytes of the passes include the buffers.
     """
     if not config.training_graph:
         return 0.0
@@ -336,8 +339,8 @@ def buffers_of(config: Configuration, kinds: Iterable[str]) -> float:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """Return the part of a stage (a kind of layer, or the loss) whose pass needs the most bytes in addition to the kept
-    activations, and these bytes.
+    """Return the part of a stage (a kind of layer, or the loss) that needs the most memory in addition to the kept
+    activations, with the number of bytes.
     """
     return max((fullest_pass(config, layers) for layers in stage_layers(config, stage)), key=lambda found: found[1])
 

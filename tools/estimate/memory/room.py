@@ -1,5 +1,5 @@
-"""This module computes the number of bytes that a predicted memory may reach on a device: the memory limit of the
-recipe or of the device, minus a margin for the error of predictions.
+"""This module computes how many bytes the predicted memory of a device may reach. The limit for a prediction is the
+memory limit of the recipe or of the device, minus a margin for the error of predictions.
 
 The margin, and the number of known runs that would fit, follow from the errors of predicted memory on published runs.
 
@@ -43,8 +43,8 @@ FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no l
 
 
 def fit_between(least: float, most: float, limit: float, proven: float | None = None) -> str:
-    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for a job that needs between `least` and `most` bytes on a device;
-    `tc3 memory`, `tc3 dryrun` and `tc3 search --verify` use this rule.
+    """Return `FITS`, `UNKNOWN` or `DOES_NOT_FIT` for a job that needs between `least` and `most` bytes on a device. The
+    commands `tc3 memory`, `tc3 dryrun` and `tc3 search --verify` use this function.
 
     Args:
         least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
@@ -63,26 +63,26 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """Return the largest underestimate of a published run's memory, as a share of its measured memory."""
+        """Return the largest underestimate of memory among the published runs, as a fraction of the measured memory."""
         return max(0.0, -min(self.errors.values()))
 
     @property
     def margin(self) -> float:
-        """Return the share of a memory limit that predictions must leave free. With this margin, every published run
-        would have fit; for other runs, the margin follows from predictions of runs to which the memory model was not
-        fitted.
+        """Return the fraction of a memory limit that predictions must leave free. With the returned margin, every
+        published run would have fit in memory. The margin also covers the errors for runs to which the memory model was
+        not fitted.
         """
         return max(LEFT_OUT, self.missed)
 
     def fitting(self, predicted: float, limit: float) -> int:
-        """Return the number of published runs that would fit into `limit` bytes if their predicted memory were
-        `predicted` bytes.
+        """Return the number of published runs that would fit into `limit` bytes with a predicted memory of `predicted`
+        bytes, given the prediction error of each run.
         """
         return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
 
     def fits(self, predicted: float, limit: float) -> str:
-        """Return as text, such as ``"15 of 24"``, how many of the published runs would fit into `limit` bytes if their
-        predicted memory were `predicted` bytes.
+        """Return the number of runs that `fitting` returns, out of all published runs, as text such as ``"15 of
+        24"``.
         """
         return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
 
@@ -104,8 +104,8 @@ def known_errors() -> MemoryErrors:
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Write the memory errors of published runs to a file such as errors.yaml; the errors are rounded down so that no
-    margin becomes smaller.
+    """Write the memory errors of published runs to a file such as errors.yaml; the errors are rounded down, so that
+    rounding never reduces the safety margin.
 
     Raises:
         DataError: the file cannot be written.
@@ -123,8 +123,8 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Room:
-    """A `Room` holds the bytes that a job may use on a device, where this limit comes from, and the share of it that a
-    predicted memory must leave free, because predictions may be too small by this share.
+    """A `Room` holds the memory limit of a job on a device in bytes, the source of this limit, and the margin. The
+    margin is the fraction of the limit that a prediction must leave free, because predictions may be too small.
     """
 
     cap: float
@@ -148,9 +148,9 @@ class Room:
 def room_of(
     recipe: Mapping[str, Any], hardware: Hardware, memory_gib: float | None = None, margin: float | None = None
 ) -> Room:
-    """Return the memory that a job may use: `memory_gib` if it is given, else the recipe's limit if the device has that
-    much memory, else the share `USABLE` of the device's memory. By default the margin for the error of predictions is
-    the known error of the memory model.
+    """Return the memory that a job may use on a device: `memory_gib` if it is given, otherwise the recipe's memory
+    limit. If the recipe has no memory limit, or a limit above the device's memory, return the share `USABLE` of the
+    device's memory. The default margin for the error of predictions is the known error of the memory model.
 
     Raises:
         RecipeError: `context.max_device_memory` is no size such as "58GB", or the recipe's memory cannot be predicted.

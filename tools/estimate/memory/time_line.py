@@ -43,8 +43,8 @@ PARTS = (*STATIC, KEPT, WORKING, UPDATE, BUFFERS)
 
 
 class Owner(NamedTuple):
-    """An `Owner` names the purpose of a number of bytes: a part of the memory (such as weights), and the module or pass
-    that needs the bytes.
+    """An `Owner` says what a number of bytes is used for: a part of the memory (such as weights), and the module or
+    pass that needs the bytes.
     """
 
     part: str
@@ -55,7 +55,7 @@ Bytes = Mapping[Owner, float]
 
 
 class Timed(NamedTuple):
-    """A `Timed` is a forward or backward pass with its start and end times."""
+    """A `Timed` is a forward or backward pass of a pipeline schedule with its start and end times."""
 
     op: Op
     start: float
@@ -80,28 +80,28 @@ class TimeLine:
 
     @property
     def peak(self) -> float:
-        """Return the peak of the bytes over all moments."""
+        """Return the peak memory in bytes over the whole time line."""
         return float(self.total.max())
 
     @property
     def fullest(self) -> int:
-        """Return the index of the moment with the most bytes; of several such moments, that of the first one in a
-        backward pass.
+        """Return the index of the moment with the most bytes. If several moments have the most bytes, return the first
+        moment in a backward pass.
         """
         full = self.total >= self.peak * (1 - 1e-12)
         behind = full & np.array([label.startswith("B") for label in self.labels])
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Return what the memory holds at its peak as pairs (owner, bytes), the largest first; owners without bytes are
-        left out.
+        """Return the memory at its peak as pairs (owner, bytes), the largest first. Owners (users of memory) without
+        bytes are left out.
         """
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
     def peak_as_json(self) -> dict[str, Any]:
-        """Return the bytes at the peak, the pass that runs at this moment, and the parts and modules that hold the
-        bytes, the largest first.
+        """Return the peak memory in bytes, the pass that runs at the peak, and the bytes of each part and module, the
+        largest first.
         """
         owners = [owner._asdict() | {"bytes": size} for owner, size in self.at_peak()]
         return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
@@ -128,7 +128,7 @@ def stitch(
     unit: str = "seconds",
     update: Bytes | None = None,
 ) -> TimeLine:
-    """Return the time line of a step's live bytes, composed from the forward and backward passes of the step.
+    """Return the time line of the memory in a step, composed from the forward and backward passes of the step.
 
     Args:
         passes: the passes of a stage, in their order and without overlap.
@@ -173,9 +173,9 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """Return the modelled time line of a stage's live bytes over a simulated pipeline schedule; its peak is
-    `stage_memory(config, stage).peak`. The memory model computes only the largest number of bytes that any pass needs
-    in addition to kept activations, so the time line shows this number for every pass.
+    """Return the predicted memory of a stage over a simulated pipeline schedule as a time line. The peak of the time
+    line equals `stage_memory(config, stage).peak`. The memory model computes only the largest number of bytes that any
+    pass needs in addition to kept activations, so the time line shows this number for every pass.
     """
     memory = stage_memory(config, stage)
     name, _ = working_of(config, stage)
@@ -190,16 +190,14 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
 
 
 def updating_owners(size: float) -> dict[Owner, float]:
-    """Return the bytes that the optimizer's update needs (`tools.estimate.memory.model.updating`) as a dictionary owner
-    -> bytes for a time line.
-    """
+    """Return the bytes that the optimizer's update needs, as a dictionary owner -> bytes for a time line."""
     return {Owner(UPDATE, "divided gradients"): size} if size else {}
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """Return a simulation of the pipeline schedule with the fewest micro-batches that need as much memory as all of
-    them, given the seconds of a micro-batch's passes [chunks, stages] and of a transfer. The function raises
-    RecipeError if the schedule cannot run.
+    """Simulate the pipeline schedule with the fewest micro-batches that need as much memory as all micro-batches of a
+    step. The arguments are the seconds of a micro-batch's passes [chunks, stages] and of a transfer. The function
+    raises RecipeError if the schedule cannot run.
     """
     few, schedule = enough(config.schedule, config.pp, config.micro_batches), config.schedule
     if config.pp == 1:  # accumulation finishes one micro-batch before the next, whatever the scheduler is called
@@ -216,18 +214,21 @@ _LAST = {WORKING: "#5b8c5a", UPDATE: "#7d6b91", BUFFERS: "#a9c8a4"}
 
 
 def check_form(path: Path) -> None:
-    """Raise an error before a long computation begins if its time line cannot be written to the given file.
+    """Raise an error if a time line cannot be written to the given file. Commands call this function before a long
+    computation begins.
 
     Raises:
         DataError: the ending of the file's name is not in `FORMS`, or its folder cannot be written to.
     """
     if path.suffix not in FORMS:
-        raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS)}")
+        raise DataError(f"--time-line {path}: the file must end in {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     check_writable(path)
 
 
 def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
-    """Write a time line as numbers (.json) or as a picture (see `draw`), completely or not at all."""
+    """Write a time line of memory as numbers (.json) or as a picture (see `draw`); an error leaves no partly written
+    file.
+    """
     if path.suffix == ".json":
         write_atomically(path, json.dumps(line.as_json()) + "\n")
     else:
@@ -236,7 +237,7 @@ def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
     """Draw the memory of a stage over one step to an .svg or .png file, and return `path`; a limit of 0 means that
-    there is no limit. The function raises the errors of `tools.files.figure.save_figure`.
+    there is no limit. The function raises the same errors as `tools.files.figure.save_figure`.
     """
     figure = new_figure(11, 4.6)
     axes = figure.subplots()
@@ -273,9 +274,10 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
 
 
 def bands(line: TimeLine) -> list[tuple[str, str, np.ndarray]]:
-    """Return (label, colour, bytes [moments]) for each band of the picture, from bottom to top: parts that exist for
-    the whole step, kept activations by module, and the bytes of the running pass. The modules with the most kept
-    activations have a band each, and the other modules share one band, so that the bands add up to the time line.
+    """Return (label, colour, bytes [moments]) for each band of the picture of memory over time, from bottom to top. The
+    bands show the memory that exists for the whole step, kept activations by module, and the memory of the running
+    pass. The modules with the most kept activations have a band each, and the other modules share one band, so that the
+    bands add up to the time line.
     """
     found = []
     for part, colour in zip([part for part in PARTS if part not in (KEPT, *_LAST)], _COLOURS, strict=True):

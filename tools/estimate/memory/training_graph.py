@@ -88,7 +88,7 @@ def module_of_weight(name: str) -> str:
 
 
 def module_of_path(path: str) -> str:
-    """Return the module to which a name of a parameter, or an operator's path of cells, in MindFormers belongs."""
+    """Return the module of the model to which a parameter's name or an operator's path in MindFormers belongs."""
     return next((module for pattern, module in _PARAMETERS if re.search(pattern, path)), OTHER)
 
 
@@ -104,8 +104,8 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device;
-    kinds and options are as in `tools.estimate.memory.activations.saved`.
+    """Return, for each of `MODULES`, the bytes of activations that one layer keeps for one micro-batch on one device.
+    The arguments `kind` and `option` are the same as for `tools.estimate.memory.activations.saved`.
     """
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
@@ -188,8 +188,9 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
 
 
 def layer_pass(config: Configuration, kind: str, option: str) -> float:
-    """Return the peak of the bytes that the backward pass of a layer needs in addition to the tensors that the forward
-    pass has kept. The returned bytes include the results of the operators that the layer's recompute option runs again.
+    """Return the peak memory in bytes that the backward pass of a layer needs in addition to the activations kept by
+    the forward pass. The returned bytes include the results of the operators that the layer's recompute option runs
+    again.
     """
     again, groups = option == "full", [name for name in parts_of(option) if name in configuration.PATTERNS]
     gradients = config.item + config.weight_item
@@ -215,8 +216,8 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Return the peak of the bytes that the loss needs in addition to kept activations; with `mtp`, the gradient of the
-    MTP layers' logits is included.
+    """Return the peak memory in bytes that the loss needs in addition to kept activations. If `mtp` is True, the
+    gradient of the MTP layers' logits is included.
     """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
@@ -224,7 +225,8 @@ def loss_pass(config: Configuration, mtp: bool) -> float:
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
-    """Return (bytes of the result, ranks, stride) of every exchange that one micro-batch's logits need before the loss.
+    """Return (bytes of the result, ranks, stride) of every collective that transposes one micro-batch's logits for the
+    loss.
 
     Logits have the shape [sequence, batch], and the loss needs [batch, sequence]. If both dimensions are cut, MindSpore
     moves all logits to ranks in another order to transpose them, and back. MindSpore uses an AllGather or AlltoAll over

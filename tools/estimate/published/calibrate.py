@@ -60,8 +60,9 @@ class Calibration:
 
 
 def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
-    """Return the efficiencies that fit the step times of `rows`; the fit begins with the efficiencies of `start`, and
-    all rows count as measured on `cluster` (the name of a cluster or a file), whatever hardware the rows name.
+    """Fit efficiencies to the measured step times of `rows`, beginning with the efficiencies `start`, and return the
+    fitted efficiencies. All rows count as measured on `cluster` (the name of a cluster or a file), even if a row names
+    other hardware.
 
     Raises:
         DataError: no row has both a configuration and a step time, or a row cannot have been measured on `cluster`.
@@ -96,16 +97,16 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """Return the efficiencies as the vector that the fit changes: parameters that are shares are unchanged, and all
-    others are logarithms.
+    """Return the efficiencies as a vector for the fit. The vector holds shares (of peak FLOP/s or bandwidth) unchanged,
+    and the logarithm of every other parameter.
     """
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
 def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
-    """Return the efficiencies `values` in which the parameters `names` are replaced by the vector `where` of a fit,
-    which has the form of `coordinates`.
+    """Return a copy of the efficiencies `values` in which the parameters `names` have the values of the fit's vector
+    `where` (see `coordinates`).
     """
     plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
@@ -117,9 +118,9 @@ def _shares(names: Sequence[str]) -> np.ndarray:
 
 
 def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """Return the allowed range of each parameter of a fit, in the form of `coordinates`; no link of the given clusters
-    may become faster than its nominal bandwidth. Above the nominal bandwidth the predicted time no longer changes, so a
-    fit that exceeds this bandwidth could not come back below it.
+    """Return the allowed range of each parameter of a fit, in the form of `coordinates`. No link of the given clusters
+    may become faster than its nominal bandwidth. Above the nominal bandwidth the predicted time does not change, so
+    that a fit would not return to values below this bandwidth.
     """
     bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
     for name, fractions in (

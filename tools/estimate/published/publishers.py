@@ -1,5 +1,5 @@
-"""This module turns each publisher's rows of measurements into runs, with assumptions about the publisher's software
-for values that a row does not state.
+"""This module converts published rows of measurements to descriptions of training runs. Values that a row does not
+state are assumed to be the defaults of the publisher's software.
 
 Each source of rows has one set of settings. Rules choose the values that a row does not state, and these rules do not
 use the row's measurement.
@@ -40,7 +40,7 @@ MODELS = Path(__file__).parent / "models.yaml"
 
 
 class Unexpressed(Exception):
-    """An `Unexpressed` error holds the reason why a row cannot be expressed as a `Configuration`."""
+    """An `Unexpressed` error holds the reason why a row of measurements cannot be expressed as a `Configuration`."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ _GROUPS = {
 
 
 def settings_of(group: str, cluster: str) -> Settings:
-    """Return the software settings of a group of published measurements, or, if the group is unknown, those of the
-    software that usually runs on the cluster.
+    """Return the software settings of a group of published measurements. For an unknown group, return the settings of
+    the software that usually runs on the cluster.
     """
     return _GROUPS.get(group) or (_GROUPS["ascend_reports"] if cluster.startswith("atlas") else Settings())
 
@@ -107,7 +107,7 @@ def public_model(name: str) -> Model:
 
 
 def public_class(kind: str, layers: int, hidden: int) -> dict[str, Any]:
-    """Return the sizes of a model that its model card in MindFormers does not state; {} if they are unknown."""
+    """Return the sizes of a model that its model card in MindFormers does not state; return {} if they are unknown."""
     for entry in _models()["classes"]:
         if (entry["type"], entry["layers"], entry["hidden"]) == (kind, layers, hidden):
             return entry
@@ -149,15 +149,17 @@ def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) ->
 
 
 def recomputation(words: str, layers: Table, selective: str) -> Recompute:
-    """Return the recomputation that words such as "full_recompute_no_sp" state; unknown words state none."""
+    """Return the recompute settings that a text such as "full_recompute_no_sp" describes; other texts mean no
+    recomputation.
+    """
     if words.startswith("full"):
         return Recompute(full=layers)
     return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the configuration of a row of torchtitan's measurements, read from its layout ("FSDP32 TP8"), the number
-    of samples of a data-parallel rank, and the technique.
+    """Return the configuration of a row of torchtitan's measurements, derived from the row's layout (such as "FSDP32
+    TP8"), the number of samples of a data-parallel rank, and the technique.
     """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
@@ -242,16 +244,16 @@ _GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fuse
 
 
 def release(row: str) -> str:
-    """Return the release of the software, such as "26.04.01", from the id of a row of measurements; "" if the id names
-    no release.
+    """Return the software release, such as "26.04.01", that the id of a row of measurements names; return "" if the id
+    names no release.
     """
     found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
     return found[1] if found else ""
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Return the configuration of a row of Megatron-Bridge's measurements with the settings of the recipe that was
-    measured; these settings are added to the list `assumed`.
+    """Return the configuration of a row of Megatron-Bridge's measurements, completed with settings of Megatron-Bridge's
+    recipe. The function adds the settings from the recipe to the list `assumed`.
     """
     if not config.model.experts:
         return config
@@ -301,8 +303,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
-    """Return the content of a row of measurements from a MindFormers model card as (configuration, samples of a step,
-    assumptions).
+    """Convert a row of measurements from a MindFormers model card to (configuration, samples in a step, assumptions).
 
     Raises:
         Unexpressed: the row's run uses LoRA, or the dimensions of its model are not known.

@@ -1,5 +1,5 @@
-"""This module reads a file of published measurements, and turns each row into a `Configuration`, or into the reason why
-the row cannot be expressed as one.
+"""This module reads a file of published measurements, and converts each row to a `Configuration`. If a row cannot be
+expressed as a configuration, the module keeps the reason.
 
 The `config` block of a row has one of three kinds: explicit dimensions, the name of a public model (models.yaml), or
 the files that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The settings
@@ -152,8 +152,8 @@ _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 @dataclass(frozen=True)
 class Row:
     """A `Row` is one row of a measurements file: a measured run, or the reason why the run cannot be expressed as a
-    configuration. The number of `samples` of a step is 0 if the row does not state it; if `masked` is True, the
-    published FLOPs include the masked half of attention.
+    configuration. The field `samples` is the number of samples in a step, or 0 if the row does not state this number.
+    If `masked` is True, the published FLOPs include the masked half of attention.
     """
 
     id: str

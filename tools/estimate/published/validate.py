@@ -48,8 +48,8 @@ class Prediction:
 
 
 def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
-    """Return the prediction for one row of a measurements file; `efficiency`, if given, replaces the efficiencies of
-    the row's device type.
+    """Return the prediction for one row of a measurements file. If `efficiency` is given, it is used instead of the
+    efficiencies of the row's device type.
     """
     config = row.config
     if config is None:
@@ -106,14 +106,16 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Return the measured seconds of the row's step; None if the row has no configuration or no step time."""
+    """Return the measured seconds of the row's step; return None if the row has no configuration or no step time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)
 
 
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
-    """Return the seconds of a row's training step, which were measured or are computed from the measured throughput."""
+    """Return the measured seconds of a row's training step; if the row states only the throughput, compute them from
+    the throughput.
+    """
     measured, config = row.measured, row.config
     assert config is not None
     for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
@@ -151,8 +153,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
-    """Return the number of predictions ("rows") and their "mean" and "worst" absolute error for all rows of
-    measurements, for each device and for each group; only rows to which efficiencies are fitted count.
+    """Return the number of predictions ("rows") and the "mean" and "worst" absolute error, for all measurements
+    together, for each device and for each group. Only rows to which efficiencies are fitted count.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

@@ -64,7 +64,7 @@ class Scheduled:
 @dataclass
 class BySchedule:
     """A `BySchedule` holds the best layout of each requested pipeline schedule, in the order of the request. The field
-    `whole` is False if a search was interrupted, and `cut` is True if a deadline ended a search.
+    `whole` is False if a search was interrupted, and `cut` is True if the time limit ended a search.
     """
 
     every: list[Scheduled] = field(default_factory=list)
@@ -72,8 +72,8 @@ class BySchedule:
     cut: bool = False
 
     def writable(self, uneven: Sequence[Uneven] = ()) -> Scheduled | None:
-        """Return the fastest layout among the pipeline schedules that a recipe can use; if layouts were ranked under
-        uneven loads (`uneven`), return the first of them in that ranking.
+        """Return the fastest layout among the pipeline schedules that a recipe can use. If layouts were ranked under
+        uneven loads (`uneven`), return the first usable layout of this ranking.
         """
         able = [one for one in self.every if one.entry and not one.reason]
         order = {one.name: place for place, one in enumerate(uneven)}
@@ -139,8 +139,8 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """Return for each kind of layer a line that compares the time of swapping its activations to the host with the time
-    of recomputing them; if the bandwidth to the host is unknown, return one line that says so.
+    """Return for each kind of layer a line that compares the time for swapping activations to the host with the time
+    for recomputing them. If the bandwidth to the host is unknown, return one line that says so.
     """
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
@@ -161,8 +161,8 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
 
 
 def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
-    """Place the layers of the fastest layout again, with swapping as a third choice beside keeping and recomputing
-    activations, and with twice the effort of one placement.
+    """Place the layers of the fastest layout again, with three choices for activations: keeping, recomputing and
+    swapping. The search spends twice the effort of one placement on this.
     """
     if found.whole and found.entries:
         twice, seconds = 2 * budget.effort, max(_LEAST, budget.seconds_left)

@@ -1,5 +1,5 @@
-"""This module predicts the peak memory of every stage and the seconds of a step for all candidate strategies of a block
-together, with NumPy arrays.
+"""This module predicts the peak memory of every stage and the step time for many candidate strategies at once, with
+NumPy arrays.
 
 The results are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. The functions of these modules
 compute each term once, and the term is then looked up for all candidates. Memory is a sum of terms, each of which
@@ -39,8 +39,8 @@ Value = TypeVar("Value")
 
 
 class Memo:
-    """A `Memo` stores values that are computed for the candidates of one search by key, so that each value is computed
-    only once.
+    """A `Memo` stores values that were computed for the candidates of a search under keys, so that each value is
+    computed only once.
     """
 
     def __init__(self, request: Request) -> None:
@@ -48,7 +48,9 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """Return the stored value of a key; for a new key, `make` computes the value."""
+        """Return the stored value of a key. If the key is new, compute its value with the function `make`, and store
+        the value.
+        """
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -58,20 +60,20 @@ class Memo:
         return configuration(self.request, block.candidate(row, "none"))
 
     def of(self, key: Hashable, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
-        """Return the stored value of a key; for a new key, compute the value from the configuration of the candidate in
-        one row of a block.
+        """Return the stored value of a key. If the key is new, compute the value from the configuration of the
+        candidate in one row of a block.
         """
         return self.get(key, lambda: function(self.config(block, row), *more))
 
 
 def degrees(block: Block, row: int, *names: str) -> tuple[int, ...]:
-    """Return the values of one row of a block in the given columns as whole numbers."""
+    """Return the values of one candidate (a row of a block) in the given columns as integers."""
     return tuple(int(block.columns[name][row]) for name in names)
 
 
 def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Group the candidates of a block that are equal in the named columns: return the first row of each group, and the
-    number of each row's group, [rows].
+    """Group the candidates (rows) of a block that are equal in the named columns. Return the first row of each group,
+    and the group number of each row.
     """
     columns = [block.columns[name] for name in names] + list(more.values())
     codes = np.zeros(len(block), np.int64)
@@ -83,8 +85,8 @@ def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, n
 
 
 def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
-    """Return for each stage a key that is equal for stages with the same kinds of layers, which therefore have equal
-    weights.
+    """Return for each stage a key, such that stages with the same kinds of layers (and therefore the same weights) have
+    equal keys.
     """
     return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
 
@@ -98,8 +100,8 @@ class MemoryTable:
         self._loaded = ("ep",) if request.skews else ()  # what a pass depends on, too, if loads differ by it
 
     def peaks(self, block: Block) -> np.ndarray:
-        """Return the peak bytes of each candidate's stages, [rows, policies, stages], if all layers follow the same
-        recompute policy, for each policy.
+        """Return the peak bytes of each candidate's stages for each recompute policy, as an array [candidates,
+        policies, stages]. All layers are assumed to follow the same recompute policy.
         """
         example, static = self._config(block, 0), self.static(block)
         first, place = groups(block, *_PASS, *self._loaded, spread=block.columns["ep"] > 1)
@@ -109,7 +111,9 @@ class MemoryTable:
         return np.maximum(passes, (self._by_spread(block, "update", _updated) + buffers)[:, None, :])
 
     def static(self, block: Block) -> np.ndarray:
-        """Return the bytes [rows, stages] of weights, gradients and optimizer, which do not depend on recomputation."""
+        """Return the bytes [candidates, stages] of weights, gradients and optimizer state, which do not depend on
+        recomputation.
+        """
         return self._by_spread(block, "static", lambda config, stage: sum(static_memory(config, stage)))
 
     def _by_spread(self, block: Block, name: str, bytes_of: Callable[[Configuration, int], float]) -> np.ndarray:
@@ -262,8 +266,8 @@ class TimeTable(TimeModel):
         self.kinds = [kind for kind in KINDS if kind not in without]
 
     def stages(self, block: Block) -> StageTimes:
-        """Return the times of each candidate's stages if all layers follow the same recompute policy, for each
-        policy.
+        """Return the times of each candidate's stages for each recompute policy. All layers are assumed to follow the
+        same recompute policy.
         """
         example = self._config(block, 0)
         counts = kind_counts(example).sum(axis=0)
@@ -280,10 +284,10 @@ class TimeTable(TimeModel):
         return StageTimes(found[place], sending[place])
 
     def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of each candidate's step, [rows], given the seconds of one micro-batch on each
-        stage (`work` [rows, stages]) and of sending it to the next stage. For uneven loads the result is approximate:
-        it assumes that the time of waiting for the fullest device hides the communication of gradients, which is not
-        so.
+        """Return the predicted seconds of each candidate's step. The argument `work` [candidates, stages] holds the
+        seconds of one micro-batch on each stage, and `sending` holds the seconds of sending a micro-batch to the next
+        stage. For uneven loads the result is approximate, because it wrongly assumes that gradient communication is
+        hidden while devices wait for the fullest device.
         """
         m = block.columns["m"]
         pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
@@ -304,8 +308,8 @@ class TimeTable(TimeModel):
         return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
-        """Return for each candidate a lower bound in seconds on the step time of all layouts of its layers, [rows]; the
-        memory limit is ignored.
+        """Return for each candidate a lower bound in seconds on the step time of all placements of its layers. The
+        lower bound ignores the memory limit.
 
         The bound is the mean over the stages of a stage's own work plus the time before its first and after its last
         pass, so that each layer has the same weight on every stage: with one chunk, stage s needs at least m w_s plus

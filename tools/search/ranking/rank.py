@@ -1,5 +1,5 @@
-"""This module ranks the whole space of parallel strategies by predicted step time: it returns every legal strategy that
-fits into memory, with its memory and time.
+"""This module ranks all legal parallel strategies that fit into memory by predicted step time, and returns the time and
+memory of each strategy.
 
 A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
 recomputation each stage takes the cheapest mix of two uniform policies that keeps the memory limit: memory is convex in
@@ -45,9 +45,9 @@ class Ranked:
 
 @dataclass
 class Ranking:
-    """A `Ranking` holds all candidate strategies that fit into memory, each with the seconds of its step, the peak
-    bytes of its fullest stage, and a lower bound in seconds on the step of its layouts. The table `places` [candidates,
-    3] holds each candidate's block, row and index in `RECOMPUTE`.
+    """A `Ranking` holds all candidate strategies that fit into memory. For each candidate, a `Ranking` holds the
+    predicted step time, a lower bound on the step time, and the peak bytes of the fullest stage. The table `places`
+    [candidates, 3] holds each candidate's block, row and index in `RECOMPUTE`.
     """
 
     blocks: list[Block]
@@ -65,8 +65,8 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the predicted step time and peak memory of a candidate strategy; None if the candidate is not legal or
-        does not fit.
+        """Return the predicted step time and peak memory of a candidate strategy; return None if the candidate is not
+        legal or does not fit into memory.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
@@ -152,8 +152,9 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
 
 
 def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
-    """Return for each candidate and each kind of recomputation whether it fits into memory, bool [rows, recompute],
-    given the peak bytes with each recompute policy, [rows, policies, stages].
+    """Return for each candidate and each kind of recomputation whether the candidate fits into memory, as bool
+    [candidates, recompute]. The argument `peaks` [candidates, policies, stages] holds the peak bytes for each recompute
+    policy.
     """
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
@@ -181,9 +182,10 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds and bytes, both [rows, stages], of the fastest mix of two recompute policies with which each
-    stage fits under the memory cap. The arguments `peaks` and `works` hold the bytes and seconds if all layers follow
-    one policy, [rows, policies, stages]. A stage that fits with no policy gets the policy that needs the least memory.
+    """Return the seconds and bytes, both [candidates, stages], of the fastest mix of two recompute policies with which
+    each stage fits within the memory cap. The arguments `peaks` and `works` [candidates, policies, stages] hold the
+    bytes and seconds if all layers follow one policy. A stage that fits with no policy gets the policy that needs the
+    least memory.
     """
     least = peaks.argmin(axis=1)[:, None]
     best_peak = np.take_along_axis(peaks, least, axis=1)[:, 0]
@@ -216,35 +218,35 @@ class Chances:
         self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
-        """Raise the lower bound on the step time of a candidate strategy to `bound`, which is a tighter bound or the
-        time of its proven best layout.
+        """Raise the lower bound on a candidate's step time to `bound`. The new bound is a tighter bound, or the step
+        time of a layout that is proven to be the candidate's best.
         """
         self._known[candidate] = max(bound, self.bound(candidate))
 
     def bound(self, candidate: Candidate) -> float:
-        """Return the lower bound in seconds on the step time of a candidate strategy; 0 if none is known."""
+        """Return the lower bound in seconds on the step time of a candidate strategy; return 0 if none is known."""
         return self._known.get(candidate, 0.0)
 
     @property
     def least(self) -> float:
-        """Return a lower bound in seconds on the step time of all strategies; if no candidate can be faster than the
-        best layout, this is the time of that layout.
+        """Return a lower bound in seconds on the step time of all strategies. If no candidate can be faster than the
+        best layout, the bound is the step time of this layout.
         """
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
     def left(self) -> list[Ranked]:
         """Return the candidates that could still be faster than the best layout according to their lower bounds, the
-        smallest bound first. The list also holds candidates whose layers were already placed, because another placement
-        of them could be faster.
+        smallest bound first. The result includes candidates whose layers were already placed, because another placement
+        of these layers could be faster.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values of a candidate strategy by which layouts count as different: tp, pp, cp, ep, vpp and the
-    micro-batch size, but not the dispatch mode and the sharding.
+    """Return the values of a candidate strategy that make it another layout: tp, pp, cp, ep, vpp and the micro-batch
+    size. Candidates that differ only in dispatch mode or sharding have the same layout.
     """
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 
@@ -256,7 +258,9 @@ _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strat
 
 
 def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
-    """Return lines that say why no strategy is feasible, and the nearest changes that would make one feasible."""
+    """Return lines that say why no strategy is feasible, and the smallest changes that would make a strategy
+    feasible.
+    """
     if ranking.least is None:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
@@ -272,7 +276,9 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory would suffice for at least one strategy, if a device has that much memory."""
+    """Return in words how much memory the run would need to be allowed so that at least one strategy fits, or that a
+    device of the cluster has less memory than this.
+    """
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

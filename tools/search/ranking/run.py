@@ -63,8 +63,8 @@ class Entry:
 
     @property
     def layout(self) -> str:
-        """Return the layout as text, such as ``dp256 tp2 pp8 vpp2 ep16, 64 x 1`` (the degrees as `tc3 check` writes
-        them, and the number and samples of micro-batches).
+        """Return the layout as text, such as ``dp256 tp2 pp8 vpp2 ep16, 64 x 1`` (parallel degrees, then the number of
+        micro-batches x the samples in a micro-batch).
         """
         c = self.config
         stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
@@ -84,7 +84,9 @@ class Entry:
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the layout as values for `--json`: degrees, tables, seconds and GiB."""
+        """Return the layout as values for `--json`: parallel degrees, numbers of layers and recomputed layers,
+        predicted seconds and GiB.
+        """
         c, recompute = self.config, self.config.recompute
         return {
             "name": self.name,
@@ -116,8 +118,8 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """Return as text the parts of the step (such as the bubble) in which the predicted times of two layouts differ the
-    most: first the parts in which the first layout is faster, then those in which it is slower.
+    """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
+    the first layout is faster come before parts in which it is slower.
     """
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
@@ -152,7 +154,7 @@ class ByStages:
 
 @dataclass
 class Found:
-    """A `Found` holds the answer of a search for parallel strategies."""
+    """A `Found` holds the results of a search for parallel strategies."""
 
     request: Request
     ranking: Ranking
@@ -193,8 +195,8 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """Return the largest share by which the step of another layout could be shorter than the fastest step found;
-        return 1 if there is no lower bound.
+        """Return by which fraction the step of another layout could at most be shorter than the fastest step found;
+        return 1 if no lower bound is known.
 
         The fastest step found counts even if a dry run has dropped its layout since.
         """
@@ -203,8 +205,8 @@ class Found:
 
     @property
     def best(self) -> Entry:
-        """Return the fastest layout that passed a dry run; if there is none, return the fastest layout under the
-        requested loads.
+        """Return the fastest layout that passed a dry run. If no layout passed a dry run, return the fastest layout
+        under the requested expert loads.
         """
         if self.passed:
             return self.passed[0]
@@ -214,8 +216,8 @@ class Found:
 
     @property
     def unverified(self) -> str:
-        """Return the reason why the best layout has not passed the requested dry run; "" if it passed, or if no dry run
-        was requested.
+        """Return the reason why the best layout has not passed the requested dry run; return "" if it passed, or if no
+        dry run was requested.
         """
         if not self.to_verify or not self.entries or self.passed:
             return ""
@@ -226,8 +228,9 @@ class Found:
 def search(
     request: Request, top: int, budget: Budget, times: TimeModel, progress: Progress, at_once: int | None = None
 ) -> Found:
-    """Rank the candidates, place the layers of the best ones and judge the layouts. Ctrl-C during placement ends the
-    search with the results so far, and Ctrl-C during ranking raises KeyboardInterrupt.
+    """Search for parallel strategies: rank all candidates, place the layers of the best candidates, and compare the
+    resulting layouts. Ctrl-C during placement ends the search with the results so far, and Ctrl-C during ranking raises
+    KeyboardInterrupt.
     """
     ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
@@ -240,10 +243,10 @@ def search(
 
 
 def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeModel, progress: Progress) -> None:
-    """Search once more under the uneven loads of `--loads`: for each value of `expert_parallel`, every layer gets the
-    mean of max/mean (the fullest device's load over the mean load). The best layouts of this second search are added to
-    the answer, with their predictions at even loads. If Ctrl-C ends this second search, its layouts are left out, and
-    the search counts as interrupted.
+    """Search once more under the uneven loads of `--loads`. For each EP degree, the mean of max/mean (the fullest
+    device's load over the mean load) is assumed in every layer. The best layouts of the second search are added to the
+    results, with their predictions at even loads. If Ctrl-C ends the second search, its layouts are left out, and the
+    whole search counts as interrupted.
     """
     request, blocks = found.request, found.ranking.blocks
     sizes = sorted({int(ep) for block in blocks for ep in np.unique(block.columns["ep"])})
@@ -267,8 +270,8 @@ def search_under(found: Found, text: str, top: int, budget: Budget, times: TimeM
 def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
-    """Add to the answer of a search a ranking of its layouts under the loads of `--loads`, together with the layouts in
-    `others` (schedule -> layout). If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
+    """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
+    add this ranking to the results. If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
     interrupted.
     """
     request = found.request

@@ -51,7 +51,7 @@ class Swapped:
 
 
 def swapped(saved: float, moved: float, one_way: float, backward: float) -> Swapped:
-    """Return the memory and time of a layer for one micro-batch if `moved` of its `saved` bytes of activations are
+    """Return the memory and time of a layer for one micro-batch if `moved` bytes of its activations (`saved` bytes) are
     swapped to the host. The copy takes `one_way` seconds in each direction, and the backward pass of the layer takes
     `backward` seconds.
     """
@@ -64,8 +64,8 @@ _MS = 1000
 
 @dataclass(frozen=True)
 class Swapping:
-    """A `Swapping` holds the step times without and with swapping of activations to the host as a third choice for each
-    layer (beside keeping and recomputing).
+    """A `Swapping` holds the step times without and with the choice to swap a layer's activations to the host (instead
+    of keeping or recomputing them).
     """
 
     without_s: float  # seconds of a step; infinite where nothing fits
@@ -76,15 +76,15 @@ class Swapping:
 
 
 def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> Swapping:
-    """Place the layers of `config` with and without the choice of swapping activations to the host, with half of the
-    effort for each.
+    """Place the layers of `config` with and without the choice of swapping activations to the host, and spend half of
+    the effort on each of these two placements.
 
     Raises:
         RecipeError: the bandwidth to the host is unknown, or layers of this model cannot be placed by the optimiser.
     """
     every = ways(config)
     if not every:
-        raise RecipeError("swapping: the layers of this model cannot be placed, because dense and MoE layers alternate")
+        raise RecipeError("swapping: this model cannot be split into stages, because dense and MoE layers alternate")
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
     by_time, of = attrgetter("time"), 2 * len(every)
@@ -109,9 +109,9 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
 
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
-    """Return `instance` with additional options for each kind of layer, which swap the layer's activations to the
-    host's memory. The static memory of every stage grows by the bytes that are being copied at the same time. A pass
-    through a layer that swaps needs as much memory as a pass through a layer that recomputes nothing.
+    """Add options that swap a layer's activations to the host's memory to the pipeline-balance problem `instance`, and
+    return the new problem. The static memory of every stage grows by the bytes that are being copied at the same time.
+    A pass through a layer that swaps needs as much memory as a pass through a layer that recomputes nothing.
     """
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
 
@@ -154,6 +154,7 @@ def _to_host(model: TimeModel, size: float) -> float:
     seconds = model.to_host(size)
     if seconds is None:
         raise RecipeError(
-            f"swapping: the time of swapping is not known, because the cluster {model.hardware.name} has no host_link"
+            f"swapping: the time of swapping is unknown, because the cluster file of {model.hardware.name} has no "
+            "host_link (bandwidth between device and host)"
         )
     return seconds

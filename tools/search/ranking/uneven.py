@@ -1,5 +1,5 @@
-"""This module ranks the layouts of a search under uneven loads of devices, by the expected seconds of a step and with
-the probability of running out of memory.
+"""This module ranks the layouts of a search under uneven expert loads. The module computes the expected seconds of a
+step and the probability of running out of memory.
 
 The space is searched twice (`tools.search.ranking.run.search_under`): at even loads, and with the mean max/mean of the
 loads in every layer, at each `expert_parallel`, because 51 million candidates are too many to predict each of them
@@ -34,8 +34,8 @@ HEADS = TABLES["loads"]
 
 @dataclass(frozen=True)
 class Uneven:
-    """An `Uneven` is a layout with its predicted seconds of a step at even loads and under uneven loads. The field
-    `name` is the number of the layout in the ranking at even loads, the name of a pipeline schedule, or "recipe".
+    """An `Uneven` is a layout with its predicted step times at even loads and under uneven loads. The field `name` is
+    the number of the layout in the ranking at even loads, the name of a pipeline schedule, or "recipe".
     """
 
     name: str
@@ -93,7 +93,7 @@ class Uneven:
 def under(
     text: str, name: str, layout: str, config: Configuration, even_s: float, room: Room, times: TimeModel
 ) -> Uneven:
-    """Return the predictions for a layout under the loads that `--loads` asks for.
+    """Return the predictions for a layout under the expert loads that the option `--loads` describes.
 
     Raises:
         RecipeError, DataError: as for `tools.estimate.loads.loads_of`.
@@ -104,8 +104,9 @@ def under(
 
 
 def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
-    """Return a line that says for which EP degrees a smaller max/mean was taken than the requested one, because so few
-    devices cannot have it; return no line if there is none.
+    """Return a line that lists the EP degrees for which a smaller max/mean than requested was assumed, because EP
+    groups of so few devices cannot be so uneven. Return no line if the requested max/mean was assumed for all EP
+    degrees.
 
     Args:
         text: the value of `--loads`; skews: the max/mean that was taken at each EP degree.
@@ -118,15 +119,15 @@ def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
 
 
 def in_order(every: Sequence[Uneven]) -> list[Uneven]:
-    """Return layouts in the order of their expected step time; layouts that run out of memory in some steps come last,
-    in the order of the share of such steps.
+    """Sort layouts by expected step time, and return them. Layouts that run out of memory in some steps come last,
+    sorted by the share of these steps.
     """
     return sorted(every, key=lambda one: (one.chance, one.seconds))
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:
-    """Return lines that say whether another layout is the fastest under uneven loads than at even loads, and how much
-    longer a step takes.
+    """Return lines that say whether the fastest layout under uneven loads differs from the fastest layout at even
+    loads, and how much longer a step takes.
     """
     placed = [one for one in ranked if one.numbered]
     if not placed:

@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def proven(self) -> bool:
-        """Return whether the strategy compiles and fits."""
+        """Return whether the dry run compiled the strategy, and the strategy fits in memory."""
         return not self.problems and not self.doubts
 
 
@@ -85,7 +85,7 @@ class Wrong:
 
     @property
     def words(self) -> str:
-        """Return a text with the predicted bytes of the contradicted part of the memory, and the bytes that the dry run
+        """Return as text the predicted bytes of the contradicted part of the memory, and the bytes that the dry run
         found.
         """
         name = "weights, gradients and optimizer state" if self.static else "activations and buffers"
@@ -95,8 +95,8 @@ class Wrong:
         )
 
     def exceeds(self, entry: Entry, cap: float) -> str:
-        """Return the reason why another strategy exceeds the memory cap if this part of its memory is underestimated by
-        the same factor; "" if it does not exceed the cap.
+        """Return the reason why another strategy would exceed the memory cap if the prediction underestimates its
+        memory by the same factor. Return "" if the strategy would not exceed the cap.
         """
         more = max(0.0, self.found / self.counted - 1) if self.counted else 0.0
         for stage, memory in enumerate(all_stages(entry.config)):
@@ -110,8 +110,8 @@ class Wrong:
 
 
 def wrong_term(entry: Entry, found: DryRun) -> Wrong | None:
-    """Return the part of the predicted memory that a dry run contradicts; None if prediction and dry run agree within
-    the dry run's error.
+    """Return the part of the predicted memory that a dry run contradicts; return None if prediction and dry run agree
+    within the dry run's error.
     """
     every = all_stages(entry.config)
     if len(found.exact) != len(every):
@@ -136,8 +136,8 @@ Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is 
 
 
 def dry_run(path: Path, full: bool) -> DryRun:
-    """Check and compile a recipe by a dry run. Ctrl-C raises KeyboardInterrupt; compiles that had ended before stay in
-    the cache of dry runs.
+    """Check and compile a recipe by a dry run. Ctrl-C raises KeyboardInterrupt; the results of finished compiles stay
+    in the cache of dry runs.
     """
     recipe = without_files(load_recipe(path))
     refused = [str(finding) for finding in check_recipe(recipe).errors]
@@ -170,9 +170,10 @@ def verify(
     *,
     loads: Sequence[Judged | None] = (),
 ) -> None:
-    """Make dry runs of the best layouts one after another: of the first `count` layouts, and of further layouts until
-    one of them compiles and fits. If a dry run contradicts a part of the predicted memory, later layouts with the same
-    kind of layer that would exceed the memory cap after a correction are refused without a dry run.
+    """Make dry runs of the first `count` layouts. If none of the first `count` layouts compiles and fits, make dry runs
+    of further layouts until one compiles and fits. If a dry run contradicts the predicted memory, the prediction is
+    corrected for layouts with the same kind of layer. Layouts that exceed the memory cap after the correction are
+    refused without a dry run.
 
     Args:
         request: the request of the search, with the memory limit of a device, the margin and the cluster.
@@ -208,8 +209,8 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
-    """Return the verdict on a strategy after its dry run. The bytes that the fullest step of uneven loads adds to a
-    stage, according to the memory model, are added to the compiled bytes.
+    """Return the verdict on a strategy after its dry run. For uneven loads, the additional bytes of the fullest step
+    (from the memory model) are added to the compiled bytes.
     """
     estimate = max(found.total, default=0)
     if not found.exact:

@@ -1,4 +1,4 @@
-"""This module places the layers of candidates, and computes lower bounds for candidates, in several processes at a
+"""This module places the layers of candidates, and computes lower bounds on their step times, in several processes at a
 time.
 
 Every function of this module takes a request and candidates, and returns the results of `tools.layout.place` for these
@@ -39,7 +39,7 @@ def place_all(
     request: Request, ranked: Sequence[Ranked], times: TimeModel, budget: Budget, told: Told, at_once: int | None = None
 ) -> bool:
     """Place the layers of every candidate with "planned" recomputation, and report each placement when it is done;
-    return False if Ctrl-C or SIGTERM ended this early.
+    return False if Ctrl-C or SIGTERM ended the work early.
 
     Candidates whose recomputation is not "planned" are not placed, because the user's limits fix their recomputation.
     Each candidate gets the effort of `budget`, however many candidates are placed at the same time, and an equal share
@@ -60,8 +60,8 @@ def place_all(
 
 @contextmanager
 def working(at_once: int | None) -> Iterator[Results]:
-    """Yield a function that runs jobs in several processes (or in this process, if only one may run) and yields (number
-    of the job, result) as the results arrive.
+    """Yield a function that runs jobs in several processes. The function yields (number of the job, result) as the
+    results arrive. If only one process is allowed, the jobs run in this process.
     """
     at_once = at_once or processes()
     if at_once == 1:
@@ -96,7 +96,7 @@ def screen_one(
     request: Request, candidate: Candidate, times: TimeModel, beat: float, effort: float = WHOLE_EFFORT
 ) -> Placement:
     """Return a quick placement of a candidate's layers, without the solver; at most `effort` units of work are spent on
-    the lower bound by whole layers.
+    the lower bound for undivided layers.
     """
     return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
 

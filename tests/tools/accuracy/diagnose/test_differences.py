@@ -54,7 +54,7 @@ def test_a_changed_key_is_named_with_where_it_shows_first(pair):
 
 
 def test_another_model_is_not_compared(pair):
-    with pytest.raises(OtherModelError, match="hidden_size 128 and 64"):
+    with pytest.raises(OtherModelError, match="hidden_size is 64, not 128"):
         pair(keys={"model.model_config.hidden_size": 64})
 
 

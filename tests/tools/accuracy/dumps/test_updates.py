@@ -217,7 +217,7 @@ def test_weights_of_one_side_only_are_refused(tmp_path):
         write_dump(tmp_path / str(n), functions(steps), level="L1", weights={**weights(steps), n: weights(steps)[0]})
         for n in (1, 2)
     ]
-    with pytest.raises(DataError, match=r"weights of steps \[0, 1, 3\], .* those of steps \[0, 2, 3\]"):
+    with pytest.raises(DataError, match=r"weights of steps \[0, 1, 3\], .* weights of steps \[0, 2, 3\]"):
         compare_dumps(*map(open_dump, sides))
 
 

@@ -334,7 +334,7 @@ def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_
 
     seen = {}
     monkeypatch.setattr(executed, "launch", launch)
-    with pytest.raises(DataError, match="rank's gradient of embedding"):
+    with pytest.raises(DataError, match="the last rank did not record the gradient of embedding"):
         executed.execute(RECIPE | {"callbacks": []}, tmp_path / "none", EMBEDDING)
     (callback,) = seen["callbacks"]
     assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING
