@@ -24,10 +24,10 @@ stuck, whichever host noticed the hang first; otherwise on the only host that is
 step. In all other cases the module names no host.
 
 The second part decides what happens next. Failures are counted since the last progress. Progress means a newer
-checkpoint from which the run can go on: an attempt begins from a later step than the previous attempt (by their plans),
-or the run holds a checkpoint of a later step than the one from which the attempt began (`saved`). Steps that were
-trained but not saved are not progress, because they have to be trained again. So a run may fail any number of times in
-several months, and `Rules.restarts` limits how often it may fail without progress.
+checkpoint from which the run can go on: an attempt begins from a later step than the previous attempt (by their plans,
+as the later attempt counts steps), or the run holds a checkpoint of a later step than the one from which the attempt
+began (`saved`). Steps that were trained but not saved are not progress, because they have to be trained again. So a run
+may fail any number of times in several months, and `Rules.restarts` limits how often it may fail without progress.
 
 After a user's error, or a loss that is not finite, there is no further attempt, because the same weights and data give
 the same loss. A loss after which plugins.spike_guard goes back to a checkpoint ("spike") is different: the samples of
@@ -47,6 +47,7 @@ from functools import cached_property
 
 from plugins.spike_guard.plan import NO_MORE
 from tools.runs.attempts import Attempt, Cause, Decision, End, Plan, Verdict
+from tools.runs.places import translated
 
 MARGIN = 1.0  # seconds between two ends within which their order is not known
 SILENT = 10.0  # seconds since its last beat after which a host that wrote no end is gone, and not just slow to write it
@@ -112,7 +113,7 @@ def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
     gone = silent(attempt, now)
     for host in attempt.plan.hosts:
         beat = attempt.beats.get(host)
-        phase, step = (beat.phase, beat.step) if beat else ("start", attempt.plan.step)
+        phase, step = (beat.phase, beat.step) if beat else ("start", attempt.plan.before)
         if host in gone:
             cause: Cause = "lost node" if beat else "never came"
             ends[host] = End(
@@ -255,7 +256,8 @@ def verdict(
         earlier: the attempts before it, the oldest first, with their verdicts.
         can: a function that returns how the recipe runs on only these hosts (`launch.agent.smaller`), or why it cannot.
         now: the disk's clock; without it hosts that have written no end count as gone.
-        saved: the step of the newest complete checkpoint; None if it is not known.
+        saved: the step of the newest complete checkpoint, counted as the checkpoint of the attempt's plan counts; None
+            if it is not known.
     """
     hosts = _plan(attempt).hosts
     ends = [end for host, end in attempt.ends.items() if host in hosts]
@@ -346,11 +348,11 @@ class _Failed:
         """Return the failed attempts since training last made progress: the oldest comes first, the present attempt
         last.
         """
-        found, begin = [self.attempt], _plan(self.attempt).step
-        if self.saved is not None and self.saved > begin:
+        found, plan = [self.attempt], _plan(self.attempt)
+        if self.saved is not None and self.saved > plan.step:
             return found
         for before in reversed(self.earlier):
-            if before.plan is None or before.plan.step < begin:
+            if before.plan is None or _counted(before.plan, before.plan.before, plan) < plan.before:
                 break
             if _failed(before) and not _spiked(before):  # else its hosts were preempted, or it went back
                 found.insert(0, before)
@@ -431,12 +433,12 @@ def _at_same_step(attempts: Sequence[Attempt]) -> int:
     """Return how many attempts in a row, the last one included, failed after the same step; 0 before training has
     begun.
     """
-    step, count = _newest_step(attempts[-1]), 0
+    step, count, plan = _newest_step(attempts[-1]), 0, _plan(attempts[-1])
     for each in reversed(attempts):
         if _spiked(each):
             continue
         trained = any(end.phase not in ("start", "compile") for end in each.ends.values())
-        if not (each.plan and trained and _failed(each)) or _newest_step(each) != step:
+        if not (each.plan and trained and _failed(each)) or _counted(each.plan, _newest_step(each), plan) != step:
             break
         count += 1
     return count
@@ -451,9 +453,16 @@ def _spiked(attempt: Attempt) -> bool:
 
 
 def _newest_step(attempt: Attempt) -> int:
-    """Return the newest step that any host has trained."""
+    """Return the newest step that any host has trained, as the attempt counts steps."""
     said = [*(end.step for end in attempt.ends.values()), *(beat.step for beat in attempt.beats.values())]
-    return max(_plan(attempt).step, *said, 0)
+    return max(_plan(attempt).before, *said, 0)
+
+
+def _counted(of: Plan, step: int, into: Plan) -> float:
+    """Return the number that a step of one attempt has in another attempt, whose global batch may be another one: also
+    the first attempt of a launch goes on from a checkpoint, and the attempts before it may not have ended.
+    """
+    return translated(step, of.batch, into.batch)
 
 
 def _initiator(attempt: Attempt) -> str | None:

@@ -24,6 +24,7 @@ from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
 from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, read_skipped
 from launch.agent.smaller import smaller
+from launch.resume.checkpoints import steps_done
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
@@ -224,7 +225,8 @@ class Agent:
     def _can(self, hosts: list[str]) -> Smaller | str:
         read_skipped(self.job)
         best = newest_saved(self.job.saves)
-        return smaller(self.job.recipe, len(hosts), self.job.slots, best.step if best else 0)
+        done = steps_done(self.job.recipe, best) if best else 0
+        return smaller(self.job.recipe, len(hosts), self.job.slots, done)
 
     def _say_plan(self, plan: Plan) -> None:
         """Print one line for an attempt that follows another: why it follows, and from which checkpoint it goes on."""

@@ -111,7 +111,7 @@ class Part:
         logs.mkdir(parents=True, exist_ok=True)
         if failure := self._port_taken(logs):
             return Outcome(1, failure), self._end(Outcome(1, failure), None)
-        phases = Phases(recipe, self.job.run_dir, logs, ranks, self.plan.step, self.limits.learn, name=self.plan.name)
+        phases = Phases(recipe, self.job.run_dir, logs, ranks, self.plan.before, self.limits.learn, name=self.plan.name)
         around = Around(self.meeting, self.plan, self.job.host)
         careful = self.job.watchful
         limits, lost = (self.limits, self.job.lost_after) if careful else (None, None)
@@ -182,7 +182,7 @@ class Part:
         return None
 
     def _end(self, outcome: Outcome, phases: Phases | None) -> End:
-        phase, step = (phases.phase, phases.step) if phases else ("start", self.plan.step)
+        phase, step = (phases.phase, phases.step) if phases else ("start", self.plan.before)
         now = self._now()
         host, failure = self.job.host, outcome.failure
         if outcome.code == 0 and (saved := leave_request.saved_at(self.folder)):

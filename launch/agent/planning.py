@@ -24,7 +24,7 @@ from launch.agent.decide import Can, Rules, Smaller
 from launch.agent.disk import LostDiskError
 from launch.agent.meeting import LOST_AFTER, Meeting
 from launch.resume import data
-from launch.resume.checkpoints import leave_behind, refuse_scratch, take_stock
+from launch.resume.checkpoints import leave_behind, refuse_scratch, steps_done, take_stock
 from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, any_port, free_port, worker_count
@@ -36,6 +36,7 @@ from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 from tools.runs.attempts import (
     VERDICT,
     Attempt,
@@ -280,6 +281,8 @@ def make_plan(
         compile_cache=str(compile_cache.root()) if job.cached else None,
         name=f"{number:04d}-{uuid.uuid4().hex[:8]}",
         branch=resume is not None and resume.named,
+        start=steps_done(job.recipe, resume) if resume else 0,
+        batch=View(job.recipe).global_batch,
     )
 
 

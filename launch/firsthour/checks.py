@@ -2,7 +2,8 @@
 checks that each check needs, and the verdict that follows from their outcomes.
 
 A check relies only on the earlier checks that it needs. If a check that it needs failed, or judged nothing, the check
-is not run and its outcome is unknown, with the reason. Checks that do not depend on a failed check are still run. Each
+is not run and its outcome is unknown; the outcome names the first checks that failed or judged nothing, because these
+are the checks to look at. Checks that do not depend on a failed check are still run. Each
 check's outcome is saved when the check ends, so an interrupted command resumes where it stopped: checks that failed or
 judged nothing are run again, and the outcomes of all other checks are kept.
 
@@ -175,12 +176,11 @@ def run_checks(
     done: dict[str, Outcome] = {}
     for check in HOUR_CHECKS:
         kept = _kept(state, check)
-        blocked = next((name for name in check.needs if not done[name].bears), "")
+        blocked = _missing(check, done)
         if kept and not blocked:
             found = kept
         elif blocked:
-            words = f"not run, because {blocked} is {done[blocked].verdict}"
-            found = judged(check.name, [Finding("unknown", check.name, words, remedy=f"mend {blocked} first")], {})
+            found = judged(check.name, [_not_run(check, done)], {})
         else:
             found = _run(check, work.get(check.name), check.share * budget, done, clock)
             if check.name in _JUDGED_AGAIN:  # before the new evidence is kept, or a kill in between would keep both
@@ -189,6 +189,36 @@ def run_checks(
         write_atomically(state / f"{check.name}.json", json.dumps(found.as_json()) + "\n")
         tell(found, found is kept)
     return list(done.values())
+
+
+def _missing(check: HourCheck, done: Mapping[str, Outcome]) -> list[str]:
+    """Return the checks that `check` needs and on whose outcomes it cannot rely, in order."""
+    return [name for name in check.needs if not done[name].bears]
+
+
+def _roots(check: HourCheck, done: Mapping[str, Outcome]) -> list[str]:
+    """Return the checks that were run and without which `check` cannot be run, in order: those that it needs, or those
+    that kept these from being run.
+    """
+    missing = _missing(check, done)
+    return list(dict.fromkeys(root for name in missing for root in _roots(BY_NAME[name], done) or [name]))
+
+
+def _not_run(check: HourCheck, done: Mapping[str, Outcome]) -> Finding:
+    """Return the finding of a check that was not run, because checks that it needs failed or judged nothing."""
+    reasons = []
+    for name in _missing(check, done):
+        failed = done[name].verdict == "fail"
+        how = "failed" if failed else "was not run" if _missing(BY_NAME[name], done) else "could judge nothing"
+        reasons.append(f"{name} {how}")
+    todo = [
+        f"mend what the check {name} found"
+        if done[name].verdict == "fail"
+        else f"see in the lines of the check {name} why it could judge nothing"
+        for name in _roots(check, done)
+    ]
+    words = f"this check was not run, because {' and '.join(reasons)}"
+    return Finding("unknown", check.name, words, remedy=f"first {', and '.join(todo)}; then run tc3 firsthour again")
 
 
 def _run(

@@ -243,13 +243,19 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
         )
 
 
+def steps_done(recipe: Recipe, checkpoint: CheckpointInfo) -> int:
+    """Return after how many steps of `recipe` a run goes on from a checkpoint, as MindFormers counts them: the recipe
+    may have another global batch than the run that saved the checkpoint.
+    """
+    batch = global_batch_of(checkpoint.path)
+    return int(checkpoint.step * (batch / View(recipe).global_batch)) if batch else checkpoint.step
+
+
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
     """Return a sentence that says that no steps are left to train after `checkpoint`; return None if steps are left, or
     if this cannot be determined.
     """
-    wanted, done = all_steps(recipe), checkpoint.step
-    if batch := global_batch_of(checkpoint.path):
-        done = int(done * (batch / View(recipe).global_batch))  # as MindFormers counts them
+    wanted, done = all_steps(recipe), steps_done(recipe, checkpoint)
     if not wanted or done < wanted:
         return None
     return (

@@ -118,7 +118,7 @@ class TrainingProgress:
 
 
 def draw_loss_curve(
-    steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[int, Evaluation]
+    steps: Mapping[int, Mapping[str, Any]], out_path: Path, evaluations: Mapping[float, Evaluation]
 ) -> Path:
     """Draw the training loss in `steps` (step -> record of the step) as a curve, and the held-out losses in
     `evaluations` (step -> losses) as points; several held-out corpora have separate lines.

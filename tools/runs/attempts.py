@@ -56,11 +56,20 @@ class Plan:
     port: int
     spares: list[str] = field(default_factory=list)
     resume: str | None = None
-    step: int = 0  # steps done before it
+    step: int = 0  # of the checkpoint `resume`, as its folder is named
     overrides: list[str] = field(default_factory=list)  # of the recipe, in this attempt: a smaller size
     compile_cache: str | None = None  # its folder
     name: str = ""  # of the attempt, NUMBER-TOKEN: no other plan's, also not one of the same number that lost
     branch: bool = False  # `resume` was named by a user: what was saved after it, or elsewhere, is left behind
+    start: int | None = None  # steps done before it, as its workers count them: another batch than the checkpoint's
+    batch: int = 0  # samples of its recipe's step (the largest, if the batch grows); 0: of an older version's plan
+
+    @property
+    def before(self) -> int:
+        """Return the number of steps done before the attempt, as its workers count steps. (Plans of older versions
+        state only the step of the checkpoint, which differs after a change of the global batch.)
+        """
+        return self.step if self.start is None else self.start
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ saving or waiting).
        step as the stop.
     3. The first step after each start of the workers includes compiling: its time beyond that of a usual step is
        `compile`.
-    4. A step is `lost` if a later attempt started from an earlier step, so that it had to be repeated. All other steps
-       are `kept`.
+    4. A step is `lost` if a later attempt started from an earlier place in the data, so that the step's samples had to
+       be trained again. All other steps are `kept`. Places are compared, not numbers of steps, because a resume with
+       another global batch numbers the steps anew (`tools.runs.places`).
     5. The time between two attempts counts as waiting.
 
 Goodput is the time of the `kept` steps divided by the wall time: the effective training time ratio of Meta's study of
@@ -27,6 +28,7 @@ from typing import Literal
 
 from plugins.lines import Span
 from tools.runs.attempts import Attempt
+from tools.runs.places import END
 from tools.runs.readings import Part, Run
 
 Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
@@ -69,7 +71,7 @@ class Frame:
     end: int
     parts: list[Part] = field(default_factory=list)
     attempt: Attempt | None = None
-    cut: int = NEVER  # steps beyond it were made again later
+    cut: float = END  # the place behind which steps were made again later
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def ledger(run: Run) -> Ledger | str:
     frames = _frames(run, timed)
     if not frames:
         return "no step"
-    _cut(frames)
+    notes += _cut(run, frames)
     told = next((frame.begin for frame in frames if frame.parts), 0) if old else 0  # before, steps may lack their times
     pieces: list[Piece] = []
     for before, frame in zip([None, *frames], frames, strict=False):
@@ -153,7 +155,7 @@ def ledger(run: Run) -> Ledger | str:
         )
     if timed and run.usual() is None:
         notes.append("no attempt has a second step, so that the whole first step counts as compiling")
-    kept = sum(step <= frame.cut for frame in frames for part in frame.parts for step in part["step"])
+    kept = sum(part.place(step) <= frame.cut for frame in frames for part in frame.parts for step in part["step"])
     return Ledger(frames, pieces, kept, sum(len(p) for f in frames for p in f.parts) - kept, notes)
 
 
@@ -190,17 +192,25 @@ def _end(run: Run, frame: Frame, limit: int) -> int:
     return max([frame.begin, *map(micro, signs)])
 
 
-def _cut(frames: list[Frame]) -> None:
-    """Set for each attempt the step from which later attempts trained again: the lowest step at which one of them
-    started, also where it has made no step yet.
+def _cut(run: Run, frames: list[Frame]) -> list[str]:
+    """Set for each attempt the place behind which later attempts trained again: the earliest place from which one of
+    them started, also where it has made no step yet. Return sentences about attempts of which this place is unknown.
     """
-    lowest = NEVER
+    unknown: list[int] = []
+    earliest = END
     for frame in reversed(frames):
-        frame.cut = min([lowest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
-        starts = [part.start_step for part in frame.parts]
-        if not starts and frame.attempt and frame.attempt.plan:
-            starts = [frame.attempt.plan.step]
-        lowest = min([lowest, *starts])
+        frame.cut = min([earliest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
+        begins = [part.begin for part in frame.parts]
+        if not begins and frame.attempt:
+            begin = run.begin_of(frame.attempt)
+            begins = [] if begin is None else [begin]
+            unknown += [frame.number] if begin is None and frame is not frames[0] else []
+        earliest = min([earliest, *begins])
+    return [
+        f"the global batch was changed, and it is unknown after which step attempt {number} began, which made no step; "
+        "steps before it are counted as kept"
+        for number in reversed(unknown)
+    ]
 
 
 def _pieces(run: Run, frame: Frame) -> list[Piece]:
@@ -261,7 +271,7 @@ def _events(run: Run, frame: Frame) -> Iterator[tuple[int, int, Kind]]:
                 compiled = max(begin, end - micro(usual or 0.0))
                 yield begin, compiled, "compile"
                 begin = compiled
-            yield begin, end, "kept" if step <= frame.cut else "lost"
+            yield begin, end, "kept" if part.place(step) <= frame.cut else "lost"
     while waiting:
         span = waiting.pop()
         yield micro(span.begin), micro(span.end), span.kind

@@ -2,8 +2,7 @@
 MindSpore.
 
 `read_metrics` and `read_evaluations` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such
-a file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than other ranks, from the records
-of plugins.straggler_probe. `load_run` reads everything that reports need: the steps of each start of the workers
+a file while it grows. `load_run` reads everything that reports need: the steps of each start of the workers
 (`Part`), the attempts, and the times of saves and evaluations.
 """
 
@@ -13,26 +12,21 @@ import json
 import math
 import time
 from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import Newest, Span, as_span, spans_file
-from plugins.straggler_probe.plan import RECOVERED, Verdict, by_stage, slow_ranks
-from plugins.straggler_probe.record import Record, read_run, record_of
+from plugins.lines import OF, Newest, Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import Attempt, read_attempts
+from tools.runs.attempts import Attempt, read_attempts, recipe_file
+from tools.runs.places import Numbering, begin_of, begins_anew, tokens_of, translated
 from tools.schema.stages import loss_rank
 
-NEWEST = 200  # probes of a rank that a run is followed by
-LOOK = 30.0  # seconds between two looks at the probes
 USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
@@ -45,12 +39,19 @@ _MOST_LOSS = 700.0  # whose exponential a number can hold
 class Readings:
     """A `Readings` holds the training steps that one rank has recorded: `steps[n]` is the record of step n. If a
     resumed run repeats steps, the new records replace the old records of these steps.
+
+    After a change of the global batch all steps are counted as those of the part that was read last: an older record
+    gets the number of the step that now trains its samples, and the first record of a number is kept.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     total_steps: int | None = None
     start_step: int = 0  # steps done before the part that was read last
+    limit: int = 0  # steps up to this one were trained with another global batch, and numbered otherwise
     world_size: int = 1
+    numbering: Numbering = field(default_factory=Numbering)
+    _begins: bool = False  # whether the next step is the first of a part
+    _older: list[tuple[float, dict[str, Any]]] = field(default_factory=list)  # (place, record) of other numberings
 
     def add(self, record: dict[str, Any]) -> None:
         """Add one line of a metrics file: the record of a step, or the header that the workers write at each start."""
@@ -58,9 +59,28 @@ class Readings:
             self.total_steps = record["total_steps"]
             self.start_step = record.get("start_step", 0)
             self.world_size = record.get("world_size", 1)
-            self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
+            self._begins = True
         elif "step" in record:
+            before, begins, self._begins = self.numbering.unit or 1, self._begins, False
+            if self.numbering.see(record["step"], record.get("tokens"), begins):
+                self._number_anew(before, self.numbering.unit or 1)
+            if begins:
+                self._cut(self.numbering.unit or 1)
             self.steps[record["step"]] = record
+
+    def _number_anew(self, before: float, now: float) -> None:
+        """Give all records, of which the newest have the unit `before`, their numbers in a part with the unit `now`."""
+        self._older += [(step * before, record) for step, record in self.steps.items() if step > self.limit]
+        self.limit, self.steps = self.start_step, {}
+        for place, record in self._older:
+            number = math.ceil(translated(place, 1, now))
+            self.steps.setdefault(number, {**record, "step": number})
+
+    def _cut(self, unit: float) -> None:
+        """Remove the records of steps that a part which begins after `start_step` makes again."""
+        self.limit = min(self.limit, self.start_step)
+        self._older = [(place, old) for place, old in self._older if place <= self.start_step * unit]
+        self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
 
     @property
     def last(self) -> dict[str, Any]:
@@ -86,7 +106,7 @@ def read_metrics(file: Path) -> Readings:
     return readings
 
 
-def read_held_out(run_dir: Path) -> dict[int, float]:
+def read_held_out(run_dir: Path) -> dict[float, float]:
     """Return the held-out losses of a run by training step, from the records that `read_evaluations` returns."""
     return {step: evaluation.loss for step, evaluation in read_evaluations(run_dir).items()}
 
@@ -94,21 +114,35 @@ def read_held_out(run_dir: Path) -> dict[int, float]:
 @dataclass(frozen=True)
 class Evaluation:
     """An `Evaluation` is the loss on held-out documents after a training step: the mean loss, and the loss of each
-    listed corpus.
+    listed corpus. The field `step` may be a fraction if a resume with another global batch numbered the steps anew.
     """
 
-    step: int
+    step: float
     loss: float
     corpora: dict[str, float] = field(default_factory=dict)
 
 
-def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
-    """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. If a resumed
-    run repeats steps, the new records replace the older records of these steps.
+def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evaluation]:
+    """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
+    run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
+    because the run repeats those steps. Steps are counted as the newest steps of the run are.
+
+    Args:
+        run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if it is unknown how the steps
+            of an evaluation count; they are then taken to count as those of the evaluation before.
     """
-    kept: dict[int, Evaluation] = {}
-    for one in filter(None, map(evaluation_of, Follower(held_out_file(run_dir)).records())):
-        kept = {step: before for step, before in kept.items() if step < one.step} | {one.step: one}
+    records = Follower(held_out_file(run_dir)).records()
+    lines = [(one, _name_of(record)) for record in records if (one := evaluation_of(record))]
+    run = run or (load_run(run_dir) if lines else None)
+    unit = now = run.parts[-1].unit if run and run.parts else 1
+    kept, unsure = dict[float, Evaluation](), False
+    for one, name in lines:
+        found = run.unit_of(name) if run else unit
+        unit, unsure = found or unit, unsure or not found
+        step = translated(one.step, unit, now)
+        kept = {other: old for other, old in kept.items() if other < step} | {step: replace(one, step=step)}
+    if run and unsure:
+        run.notes.append("the global batch was changed, and it is unknown how the steps of all held-out losses count")
     return kept
 
 
@@ -232,85 +266,6 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-@dataclass(frozen=True)
-class Slow:
-    """A `Slow` holds the results of a run's straggler probes (speed tests of ranks during training). A `Slow` holds
-    sentences about slow ranks, sentences about the limits of the probes, and the number of compared ranks.
-    """
-
-    compared: int | None
-    slow: list[str]
-    unknown: list[str]
-
-
-def slow_of(folder: Path, recipe: Recipe | None) -> Slow:
-    """Return the results of all straggler probes of a run about slow ranks."""
-    try:
-        records = read_run(folder)
-    except DataError as error:
-        return Slow(None, [], [f"its probes cannot be read: {error}"])
-    return _slow_in_words(records, recipe)
-
-
-def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
-    if not records:
-        return Slow(None, [], [])
-    view = View(recipe) if recipe else None
-    groups = by_stage(view.devices, view.pp) if view and view.parallel else None
-    ranks = view.devices if view else 0
-    # the recipe is that of the newest attempt: other ranks ended where the run went on with fewer
-    present = [record for record in records if not ranks or record.rank < ranks]
-    found: Verdict = slow_ranks(present if groups else records, groups)
-    slow = [f"rank {one.rank} on {one.host}: {one.seen}" for one in found.slow]
-    unknown = [f"{one.kind} of {_ranks(one.ranks)}: {one.why}" for one in found.unknown]
-    return Slow(found.compared, slow, [*unknown, *_unprobed(present, ranks)])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
-    return f"ranks {shown}{f' and {more} more' if more > 0 else ''}"
-
-
-def _unprobed(records: list[Record], ranks: int) -> Iterator[str]:
-    """Yield sentences about those ranks of a run of which all probes, or the newest ones, are missing."""
-    steps = sorted({record.step for record in records})
-    last = {record.rank: record.step for record in sorted(records, key=lambda record: record.step)}
-    if lost := sorted(set(range(ranks)) - last.keys()):
-        yield f"{_ranks(lost)}: their probes are missing"
-    for step in steps[: -RECOVERED - 1]:
-        if ended := sorted(rank for rank, newest in last.items() if newest == step):
-            yield f"{_ranks(ended)}: their probes after step {step:,} are missing"
-
-
-class Probes:
-    """A `Probes` reads the straggler probes of a run that is in progress: it judges the newest `NEWEST` probes of each
-    rank, and reads new probes every `LOOK` seconds.
-    """
-
-    def __init__(self, folder: Path, recipe: Recipe | None):
-        self.folder, self.recipe = folder, recipe
-        self.files: dict[Path, tuple[Follower, deque[Record]]] = {}
-        self.looked = -LOOK
-        self.found = Slow(None, [], [])
-
-    def look(self) -> Slow:
-        """Read new straggler probes if `LOOK` seconds have passed, and return the results of the newest probes about
-        slow ranks.
-        """
-        if time.monotonic() - self.looked >= LOOK:
-            self.looked = time.monotonic()
-            for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
-                follower, newest = self.files.setdefault(path, (Follower(path), deque(maxlen=NEWEST)))
-                for line in follower.records():
-                    with suppress(DataError):  # a line that is none
-                        record = record_of(line, str(path))
-                        while newest and newest[-1].step >= record.step:  # made again
-                            newest.pop()
-                        newest.append(record)
-            self.found = _slow_in_words([one for _, newest in self.files.values() for one in newest], self.recipe)
-        return self.found
-
-
 @dataclass
 class Part:
     """A `Part` holds the steps that a run made after one start of its workers; each column (such as the loss) is an
@@ -320,7 +275,10 @@ class Part:
         start_step: the number of steps that were done before this part.
         began: the time at which the training of this part began, in seconds since 1970 (None for runs of older
             versions, which did not record this time).
-        left: the step from which a later part, which has made no step yet, began; None if there is no such part.
+        attempt: the name of the attempt that wrote the part; None if its lines name none.
+        unit: what a step counts in places, by which steps of several parts are compared (`tools.runs.places`).
+        tokens: the tokens of a step; None if its records do not state them.
+        left: the place from which a later part, which has made no step yet, began; None if there is no such part.
         skipped: the steps whose gradients overflowed under the loss scale, so that the weights were not updated; these
             steps have no gradient norm.
         recorded: the columns in which a step has a value, which may be NaN.
@@ -329,7 +287,10 @@ class Part:
     start_step: int
     began: float | None = None
     total_steps: int | None = None
-    left: int | None = None
+    attempt: str | None = None
+    unit: float = 1
+    tokens: float | None = None
+    left: float | None = None
     columns: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
     skipped: set[int] = field(default_factory=set)
     recorded: set[str] = field(default_factory=set)
@@ -337,6 +298,7 @@ class Part:
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of one step; missing values become NaN."""
         overflow = record.get("overflow") is True
+        self.tokens = self.tokens or record.get("tokens")
         if overflow:
             self.skipped.add(record["step"])
         for name, column in self.columns.items():
@@ -350,6 +312,15 @@ class Part:
 
     def __getitem__(self, name: str) -> array:
         return self.columns[name]
+
+    def place(self, step: float) -> float:
+        """Return the place in the data after `step` steps, which can be compared with places of other parts."""
+        return step * self.unit
+
+    @property
+    def begin(self) -> float:
+        """Return the place after which this part began to train."""
+        return self.place(self.start_step)
 
     @property
     def timed(self) -> bool:
@@ -387,6 +358,34 @@ class Run:
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
 
+    @property
+    def alike(self) -> bool:
+        """Return whether all steps of the run keep their numbers, because its batch grows by plugins.batch_ramp."""
+        return bool(self.recipe and View(self.recipe).ramp.stages)
+
+    def unit_of(self, attempt: str | None) -> float | None:
+        """Return what a step of the attempt with a given name counts in places; None if that is not known."""
+        units = {part.unit for part in self.parts}
+        only = next(iter(units), 1) if len(units) < 2 else None
+        own = next((part.unit for part in self.parts if attempt and part.attempt == attempt), None)
+        plan = next((each.plan for each in self.attempts if each.plan and each.plan.name == attempt), None)
+        if own or self.alike or plan is None or plan.start is None or (only and plan.start == plan.step):
+            return own or only
+        return tokens_of(read_recipe(recipe_file(self.folder, plan)))
+
+    def begin_of(self, attempt: Attempt) -> float | None:
+        """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
+        if (plan := attempt.plan) is None:
+            return None
+        tokens = tokens_of(read_recipe(recipe_file(self.folder, plan))) if plan.start is not None else None
+        before = (part.unit for part in self.parts if (part.moment or 0.0) <= plan.time)
+        return begin_of(plan, tokens, before, self.alike)
+
+    def unit_at(self, time: float) -> float:
+        """Return what a step counts in places at a given time, in seconds since 1970."""
+        begun = [part for part in self.parts if part.moment is not None and part.moment <= time]
+        return (begun or self.parts)[-1 if begun else 0].unit if self.parts else 1
+
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
     """Return the path of a metrics file that holds the run's loss: only some ranks compute the loss."""
@@ -396,8 +395,13 @@ def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
 
 def recipe_of(folder: Path) -> Recipe | None:
     """Return the recipe in RUN/recipe.yaml; return None if the file does not exist or cannot be read."""
+    return read_recipe(folder / "recipe.yaml")
+
+
+def read_recipe(file: Path) -> Recipe | None:
+    """Return the recipe in a file; return None if the file does not exist or cannot be read."""
     try:
-        return load_recipe(folder / "recipe.yaml")
+        return load_recipe(file)
     except (TC3Error, OSError):
         return None
 
@@ -425,8 +429,10 @@ def load_run(folder: Path) -> Run:
     check_folder(folder)
     recipe = recipe_of(folder)
     spans = [span for record in Follower(spans_file(folder)).records() if (span := as_span(record))]
-    notes: list[str] = []
-    return Run(folder, recipe, read_parts(metrics_of(folder, recipe), notes), spans, read_attempts(folder), notes)
+    run = Run(folder, recipe, [], spans, read_attempts(folder))
+    planned = {attempt.plan.name for attempt in run.attempts if attempt.plan}
+    run.parts = read_parts(metrics_of(folder, recipe), run.notes, run.alike, planned)
+    return run
 
 
 def number(value: Any) -> float | None:
@@ -444,26 +450,50 @@ def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
     return int(start or 0), time, int(total) if total else None
 
 
-def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
+def _name_of(record: dict[str, Any]) -> str | None:
+    """Return the name of the attempt that wrote a line; None if the line names none."""
+    name = record.get(OF)
+    return name if isinstance(name, str) else None
+
+
+def read_parts(
+    file: Path, notes: list[str] | None = None, alike: bool = False, planned: Collection[str] = ()
+) -> list[Part]:
     """Return the parts of a metrics file, one for each start of the workers, the oldest first; a part without any step
     is left out.
 
     Args:
-        notes: a list to which sentences about lines that no run writes are added.
+        notes: a list to which sentences about lines that no run writes are added, and a sentence if the records do not
+            say whether the parts number their steps alike.
+        alike: whether it is known that they do. planned: the names of the attempts whose plans say where they begin.
     """
     parts: list[Part] = []
-    steps = Steps(file)
+    steps, numbering = Steps(file), Numbering(alike)
+    units: list[float | None] = []
     for record in steps.records():
         if "total_steps" in record:
-            parts.append(Part(*header_of(record)))
+            parts.append(Part(*header_of(record), attempt=_name_of(record)))
+            units.append(numbering.unit)  # of the steps before it, until its first step states its tokens
         elif isinstance(record.get("step"), int):
-            if not parts or (len(parts[-1]) and record["step"] <= parts[-1]["step"][-1]):  # a header that a kill broke
-                parts.append(Part(record["step"] - 1))
+            if not parts or (len(parts[-1]) and begins_anew(record, parts[-1]["step"][-1], parts[-1].tokens)):
+                parts.append(Part(record["step"] - 1, attempt=_name_of(record)))
+                units.append(None)
+            numbering.see(record["step"], record.get("tokens"), begins=not len(parts[-1]))
+            units[-1] = numbering.unit
             parts[-1].add(record)
+    first = next((unit for unit in units if unit), 1)
+    for part, unit in zip(parts, units, strict=True):
+        part.unit = unit or first
     if steps.faults and notes is not None:
         count, more = len(steps.faults), f", and {len(steps.faults) - 1} more" * (len(steps.faults) > 1)
         notes.append(f"{file}: {count} record{'s' * (count > 1)} left out ({steps.faults[0]}{more})")
     kept = [part for part in parts if len(part)]
+    empty = [at for at, part in enumerate(parts) if not len(part) and part.attempt not in planned]
+    if (numbering.unsure or empty) and len(parts) > 1 and notes is not None:
+        notes.append(
+            "some records do not state the tokens of a step, so that it is unknown whether all starts number their "
+            "steps alike; they are taken to do so"
+        )
     for at, part in enumerate(parts):
-        part.left = min((later.start_step for later in parts[at + 1 :] if not len(later)), default=None)
+        part.left = min((parts[later].begin for later in empty if later > at), default=None)
     return kept

@@ -129,15 +129,18 @@ def _joined(group: Sequence[Piece]) -> Piece:
 
 
 def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
-    """Draw the step over time, a line a run; where it falls back, steps were lost."""
+    """Draw the step over time, a line a run; where it falls back, steps were lost. All steps of a run are counted as
+    its newest steps are.
+    """
     for one, time in known:
         begin = time.pieces[0].begin / SECOND
         xs, ys = [], []
+        now = [part.unit for frame in time.frames for part in frame.parts][-1:]
         for frame in time.frames:
             for part in frame.parts:
                 at = np.unique(np.linspace(0, len(part) - 1, min(len(part), _MOST_POINTS)).astype(int))
                 xs += [np.nan, part.moment or 0.0, *np.asarray(part["time"])[at]]  # a break before each start
-                ys += [np.nan, part.start_step, *np.asarray(part["step"])[at]]
+                ys += [np.nan, *(np.array([part.start_step, *np.asarray(part["step"])[at]]) * (part.unit / now[0]))]
         axes.plot((np.array(xs) - begin) / size, ys, linewidth=1.4, label=one.name)
     axes.set_ylabel("step")
     axes.set_ylim(bottom=0)

@@ -22,8 +22,10 @@ from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.failures import Failure, failures, has_failed, untold
-from tools.runs.goodput import NEVER, Ledger, ledger
-from tools.runs.readings import Evaluation, Part, Run, Slow, load_run, perplexity, read_evaluations, slow_of
+from tools.runs.goodput import Frame, Ledger, ledger
+from tools.runs.places import END, translated
+from tools.runs.readings import Evaluation, Part, Run, load_run, perplexity, read_evaluations
+from tools.runs.slow import Slow, slow_of
 
 # Steps of a run whose loss or global norm jumps far above the steps before, or is not finite.
 
@@ -48,23 +50,24 @@ class Spike:
     stands: bool
 
 
-def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
+def spikes(parts: list[Part], cuts: Sequence[float]) -> list[Spike]:
     """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
     steps were made. A step that was skipped because of the loss scale has no gradient norm, which does not count as a
     spike.
 
     Args:
-        cuts: for each part of the run, the number of its last step that no later part repeated.
+        cuts: for each part of the run, the place behind which later parts trained again (`tools.runs.places`).
     """
     found = []
     for at, part in enumerate(parts):
         steps = np.asarray(part["step"])
         skipped = np.isin(steps, list(part.skipped))
         # of earlier parts what still stood when this one began
-        stood = [min(later.start_step for later in parts[index + 1 : at + 1]) for index in range(at)]
+        stood = [min(later.begin for later in parts[index + 1 : at + 1]) for index in range(at)]
         for name in JUDGED:
             before = [
-                np.asarray(one[name])[np.asarray(one["step"]) <= last] for one, last in zip(parts, stood, strict=False)
+                np.asarray(one[name])[np.asarray(one["step"]) * one.unit <= last]
+                for one, last in zip(parts, stood, strict=False)
             ]
             known = np.concatenate([*before, []])[-WINDOW:]
             values = np.asarray(part[name])
@@ -74,7 +77,7 @@ def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
             for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | turned_nan):
                 score = float(above[index]) if math.isfinite(values[index]) else None
                 step = int(steps[index])
-                found.append(Spike(step, name, float(values[index]), score, step <= cuts[at]))
+                found.append(Spike(step, name, float(values[index]), score, part.place(step) <= cuts[at]))
     return found
 
 
@@ -280,19 +283,33 @@ def study(folder: Path) -> Study:
     told = bool(run.attempts) or (len(run.parts) == 1 and _state(run) == "done")  # else: why it ended stands nowhere
     count, lost = sum(one.counts for one in failed), untold(run)
     found = mtbf(count, running) if told and (count or not lost) else None
+    slow, held_out = slow_of(folder, run.recipe), read_evaluations(folder, run)
     skipped, notes = _skipped(folder)
-    notes = [*run.notes, *(known.notes if known else []), *notes]
+    notes = [*run.notes, *_change(run), *(known.notes if known else []), *notes]
     if lost:
         which = f"attempt{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
         notes.append(f"no record says how {which} ended, so there may have been more failures")
-    cuts = [
-        min([NEVER if part.left is None else part.left, *(later.start_step for later in run.parts[at + 1 :])])
-        for at, part in enumerate(run.parts)
-    ]
-    saves, jumps, slow = _checkpoints(run, found), spikes(run.parts, cuts), slow_of(folder, run.recipe)
-    held_out = read_evaluations(folder)
+    saves, jumps = _checkpoints(run, found), spikes(run.parts, _cuts(run.parts, known.frames if known else []))
     last, name = held_out[max(held_out)] if held_out else None, real_path(folder).name
     return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, name, last)
+
+
+def _change(run: Run) -> list[str]:
+    """Return a sentence about the numbers of steps if a resume changed the global batch."""
+    units = sorted({part.unit for part in run.parts})
+    return [
+        f"the global batch was changed: the run has steps of {', '.join(f'{unit:,}' for unit in units)} tokens, which "
+        "are numbered anew after each change, and each step has the number that its own attempt gave it"
+    ] * (len(units) > 1)
+
+
+def _cuts(parts: Sequence[Part], frames: Sequence[Frame]) -> list[float]:
+    """Return for each part the place behind which a later part trained again, or a later attempt that has made no step
+    yet is to train again.
+    """
+    planned = {id(part): frame.cut for frame in frames for part in frame.parts}
+    own = [min(planned.get(id(part), END), END if part.left is None else part.left) for part in parts]
+    return [min([cut, *(later.begin for later in parts[at + 1 :])]) for at, cut in enumerate(own)]
 
 
 def _state(run: Run) -> str:
@@ -317,17 +334,31 @@ def state_of(attempt: Attempt) -> str:
 
 def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:
     view = View(run.recipe) if run.recipe else None
-    saves = _saves([span for span in run.spans if span.kind == "save"])
-    usual = run.usual()
+    spans = [span for span in run.spans if span.kind == "save"]
+    saves = _saves(spans)
+    usual, now = run.usual(), run.parts[-1].unit if run.parts else 1
     wanted = view.number(("checkpoint", "save_interleaved_steps"), 0) if view else 0
-    steps = wanted or _between(sorted({step for step, _ in saves})) or None
+    steps = wanted or _between(sorted({translated(span.step, run.unit_at(span.end), now) for span in spans})) or None
     seconds = median(seconds for _, seconds in saves) if saves else None
     every = steps * usual if steps and usual else None
     newest = _newest(run, view)
-    last = max((int(part["step"][-1]) for part in run.parts[-1:]), default=0)
-    risk = max(0, last - newest) if newest is not None else None
+    risk = _at_risk(run, newest) if newest is not None else None
     best = saving(seconds, every, found) if seconds and every and found else None
     return Checkpoints(len(saves), seconds, every, steps, newest, risk, best, _why_unknown(seconds, every, found, best))
+
+
+def _at_risk(run: Run, newest: int) -> int | None:
+    """Return how many steps were trained since the newest checkpoint, of step `newest`, as the newest steps are
+    counted; None if the global batch was changed and no record says when this checkpoint was saved.
+    """
+    last = run.parts[-1] if run.parts else None
+    if last is None:
+        return 0
+    saved = [run.unit_at(span.end) for span in run.spans if span.sealed and span.step == newest]
+    units = {part.unit for part in run.parts} if not saved else {saved[-1]}
+    if len(units) > 1:
+        return None
+    return max(0, math.ceil(last["step"][-1] - translated(newest, units.pop(), last.unit)))
 
 
 def _saves(spans: Sequence[Span]) -> list[tuple[int, float]]:
@@ -344,7 +375,7 @@ def _saves(spans: Sequence[Span]) -> list[tuple[int, float]]:
     return found
 
 
-def _between(steps: list[int]) -> int | None:
+def _between(steps: Sequence[float]) -> int | None:
     """Return steps between saves, the median."""
     apart = [later - step for step, later in pairwise(steps)]
     return round(median(apart)) if apart else None
@@ -352,7 +383,7 @@ def _between(steps: list[int]) -> int | None:
 
 def _newest(run: Run, view: View | None) -> int | None:
     """Return the step of the newest complete checkpoint that is there; if the folder of checkpoints holds none at all,
-    as on another machine, that of the newest one that was sealed. None if there is none, or if it cannot be read.
+    as on another machine, that of the one that was sealed last. None if there is none, or if it cannot be read.
     """
     place = view.get(("checkpoint", "save_path")) if view else None
     if isinstance(place, str) and iterations(Path(place)):
@@ -361,7 +392,7 @@ def _newest(run: Run, view: View | None) -> int | None:
         except CheckpointError:  # which of them a resume would take is unknown, and no reason to report nothing else
             return None
         return there.step if there else None
-    return max((span.step for span in run.spans if span.sealed), default=None)
+    return next((span.step for span in reversed(run.spans) if span.sealed), None)
 
 
 def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:

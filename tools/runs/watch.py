@@ -20,22 +20,23 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
 from tools.recipe.view import View
-from tools.runs.attempts import PLAN, Attempt, Plan, numbers, read, read_attempt
+from tools.runs.attempts import PLAN, Attempt, Plan, numbers, read, read_attempt, recipe_file
 from tools.runs.failures import Failure, failure_of, has_failed
-from tools.runs.goodput import NEVER
+from tools.runs.places import END, Numbering, begin_of, begins_anew, tokens_of
 from tools.runs.readings import (
     USUAL_OF,
     Evaluation,
     Follower,
-    Probes,
     Steps,
     check_folder,
     evaluation_of,
     header_of,
     metrics_of,
     number,
+    read_recipe,
     recipe_of,
 )
+from tools.runs.slow import Probes
 from tools.runs.study import JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
@@ -49,39 +50,53 @@ _NEWEST = 1 << 20  # bytes at the end of a file, more than a line of routers
 
 
 class _Part:
-    """A `_Part` holds sums of the steps of one start of the workers that still stand."""
+    """A `_Part` holds sums of the steps of one start of the workers that still stand. The field `unit` says what a step
+    counts in places (`tools.runs.places`).
+    """
 
-    def __init__(self, start: int):
-        self.start, self.last = start, 0
+    def __init__(self, start: int, unit: float | None):
+        self.start, self.unit, self.last = start, unit, 0
+        self.tokens: float | None = None  # of a step
         self.first = 0.0  # seconds of its first step, which compiles
         self.others = 0.0
         self.some: list[float] = []  # seconds of the first `USUAL_OF` others
 
-    def add(self, record: dict[str, Any], cut: int) -> None:
-        """Add the record of a step. A step after step number `cut` does not count, because a later attempt repeats
+    def place(self, step: int) -> float:
+        """Return the place in the data after `step` steps, as this part counts them."""
+        return step * (self.unit or 1)
+
+    @property
+    def begin(self) -> float:
+        """Return the place after which this part began to train."""
+        return self.place(self.start)
+
+    def add(self, record: dict[str, Any], cut: float) -> None:
+        """Add the record of a step. A step behind the place `cut` does not count, because a later attempt repeats
         it.
         """
-        seconds, stands = _number(record, "seconds"), record["step"] <= cut
+        seconds, stands = _number(record, "seconds"), self.place(record["step"]) <= cut
         if not self.last:
             self.first = seconds if stands else 0.0
         else:
             self.others += seconds if stands else 0.0
             if len(self.some) < USUAL_OF and seconds > 0:
                 self.some.append(seconds)
-        self.last = record["step"]
+        self.last, self.tokens = record["step"], self.tokens or record.get("tokens")
 
 
 def _opens(record: dict[str, Any], parts: list[_Part]) -> bool:
-    """Return whether a line begins a part: a header, or a step that falls back where a kill broke the header."""
-    return "total_steps" in record or (_is_step(record) and (not parts or record["step"] <= parts[-1].last))
+    """Return whether a line begins a part: a header, or a step before which a kill broke the header."""
+    if "total_steps" in record:
+        return True
+    return _is_step(record) and (not parts or begins_anew(record, parts[-1].last, parts[-1].tokens))
 
 
 def _is_step(record: dict[str, Any]) -> bool:
     return isinstance(record.get("step"), int)
 
 
-def _part(record: dict[str, Any]) -> _Part:
-    return _Part(header_of(record)[0] if "total_steps" in record else record["step"] - 1)
+def _part(record: dict[str, Any], unit: float | None) -> _Part:
+    return _Part(header_of(record)[0] if "total_steps" in record else record["step"] - 1, unit)
 
 
 class Kept:
@@ -91,13 +106,15 @@ class Kept:
     Args:
         file: the metrics file of the rank that has the run's loss.
         sink: a function that is called once with the record of each step, in order.
+        alike: whether it is known that all steps keep their numbers (`tools.runs.places.Numbering`).
     """
 
-    def __init__(self, file: Path, sink: Sink = lambda record: None):
+    def __init__(self, file: Path, sink: Sink = lambda record: None, alike: bool = False):
         self.file, self.sink = file, sink
-        self.follower = Steps(file)
+        self.follower, self.numbering = Steps(file), Numbering(alike)
         self.parts: list[_Part] = []
-        self.cut = NEVER  # where the attempt that is about to train begins
+        self.cut = END  # the place from which the attempt that is about to train begins
+        self.made = 0.0  # the place of the newest step
         self.last: dict[str, Any] = {}
         self.total: int | None = None
         self.began: float | None = None  # of the newest part
@@ -109,46 +126,57 @@ class Kept:
         again = False
         for record in self.follower.records():
             if _opens(record, self.parts):
-                self.parts.append(_part(record))
-                again = again or self.parts[-1].start < self.step
-                self.cut = NEVER
+                self.parts.append(_part(record, self.numbering.unit))
+                again = again or self.parts[-1].begin < self.made
+                self.cut = END
                 self.speeds.clear()
             if "total_steps" in record:
                 _, self.began, self.total = header_of(record)
                 self.first = self.began if self.first is None else self.first
             elif _is_step(record):
+                again = self._renumbered(record) or again
                 self._step(record)
         if again:
             self._count()
 
-    def begin_at(self, step: int | None) -> None:
-        """Leave the steps after `step` out of the count, because a new attempt begins after `step` and will repeat
-        these steps. If `step` is None, count all steps again.
+    def begin_at(self, place: float) -> None:
+        """Stop counting the steps behind `place`, because an attempt that has not trained yet will repeat these steps;
+        END means that there is no such attempt.
         """
-        cut = NEVER if step is None else step
-        if cut != self.cut:
-            self.cut = cut
+        if place != self.cut:
+            self.cut = place
             self._count()
+
+    def _renumbered(self, record: dict[str, Any]) -> bool:
+        """Take in how a step is numbered, and return whether this shows that the parts must be counted anew."""
+        before, part = self.numbering.unit, self.parts[-1]
+        self.numbering.see(record["step"], record.get("tokens"), begins=not part.last)
+        if self.numbering.unit == before:
+            return False
+        for each in self.parts if before is None else [part]:
+            each.unit = self.numbering.unit
+        return len(self.parts) > 1
 
     def _step(self, record: dict[str, Any]) -> None:
         part, seconds = self.parts[-1], _number(record, "seconds")
         if part.last and seconds > 0:
             self.speeds.append(_number(record, "tokens") / seconds)
         part.add(record, self.cut)
+        self.made = part.place(part.last)
         self.last = record
         self.sink(record)
 
     def _count(self) -> None:
         """Count all parts anew, now that it is known which of their steps were made again."""
-        starts = [*(part.start for part in self.parts), self.cut]
-        cuts = [min(starts[at + 1 :]) for at in range(len(self.parts))]
+        begins = [*(part.begin for part in self.parts), self.cut]
+        cuts = [min(begins[at + 1 :]) for at in range(len(self.parts))]
         parts: list[_Part] = []
         so_far = Steps(self.file)
         for record in so_far.records():
             if so_far.offset > self.follower.offset:
                 break
             if _opens(record, parts):
-                parts.append(_part(record))
+                parts.append(_part(record, self.parts[len(parts)].unit))
             if _is_step(record):
                 parts[-1].add(record, cuts[len(parts) - 1])
         self.parts = parts
@@ -157,6 +185,11 @@ class Kept:
     def step(self) -> int:
         """Return the number of the newest step that the run has trained."""
         return self.last.get("step", 0)
+
+    @property
+    def standing(self) -> int:
+        """Return the number of the newest step that no attempt will repeat."""
+        return self.step if self.cut == END else min(self.step, int(self.cut // (self.numbering.unit or 1)))
 
     @property
     def usual(self) -> float | None:
@@ -251,15 +284,17 @@ class Watch:
         check_folder(folder)
         self.folder, self.sinks = folder, (sink, routers)
         self.recipe = recipe = recipe_of(folder)
-        self.kept = Kept(metrics_of(folder, recipe), sink)
-        self.probes = Probes(folder, recipe)
         self.ramp = View(recipe).ramp if recipe else None
+        self.kept = Kept(metrics_of(folder, recipe), sink, alike=bool(self.ramp and self.ramp.stages))
+        self.probes = Probes(folder, recipe)
+        self.asked: tuple[str, float | None] = "", None  # an attempt, and the tokens of a step of its recipe
         self.spans = Follower(spans_file(folder))
         self.sealed: tuple[int, float] | None = None  # newest checkpoint: its step, and when it was whole
         self.span_end = -math.inf
         self.held_out = Follower(held_out_file(folder))
         self.evaluation: Evaluation | None = None  # the newest
         self.routers = Follower(routers_file(folder), newest=None if routers else _NEWEST)
+        self.untold = False  # whether it is unknown which steps the newest attempt will repeat
         self.measured: dict[str, Any] = {}  # the routers, in the newest step
         self.tell = routers or (lambda record: None)
         self.attempt: Attempt | None = None
@@ -280,7 +315,9 @@ class Watch:
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None
         waits = plan is not None and (self.kept.began is None or self.kept.began < plan.time)
-        self.kept.begin_at(plan.step if plan and waits and self.kept.step else None)
+        place = self._begin_of(plan) if plan and waits and self.kept.step else END
+        self.untold = place is None
+        self.kept.begin_at(END if place is None else place)
         self._spans()
         for record in self.held_out.records():
             self.evaluation = evaluation_of(record) or self.evaluation
@@ -291,6 +328,13 @@ class Watch:
         if sign != self.sign:
             self.sign, self.changed = sign, time.monotonic()
         return self._status()
+
+    def _begin_of(self, plan: Plan) -> float | None:
+        """Return the place after which a planned attempt is to train; None if its records do not determine it."""
+        if plan.start is not None and self.asked[0] != plan.name:
+            self.asked = plan.name, tokens_of(read_recipe(recipe_file(self.folder, plan)))
+        tokens = self.asked[1] if plan.start is not None else None
+        return begin_of(plan, tokens, (part.place(1) for part in self.kept.parts), self.kept.numbering.alike)
 
     def _is_another_run(self) -> bool:
         """Return whether what was read is of another run than that in the folder, or of this one without its recipe."""
@@ -342,6 +386,7 @@ class Watch:
         beat = min(attempt.beats.values(), key=lambda one: (one.step, one.since), default=None) if attempt else None
         running = beat if attempt and not attempt.ends else None
         loss = kept.last.get("loss")
+        known = wall is not None and kept.seconds <= _CLOCKS * wall and not self.untold
         return Status(
             run=real_path(self.folder).name,
             state=self._state(),
@@ -349,12 +394,13 @@ class Watch:
             hosts=len(attempt.plan.hosts) if attempt and attempt.plan else None,
             phase=running.phase if running else None,
             phase_seconds=max(0.0, running.time - running.since) if running else None,
-            step=min(kept.step, kept.cut),
+            step=kept.standing,
             total_steps=kept.total,
             loss=loss if isinstance(loss, float) and math.isfinite(loss) else None,
             tokens_per_second=kept.speed,
-            # where more was trained than time has passed, the clocks of hosts and disk do not agree
-            goodput=min(kept.seconds / wall, 1.0) if wall and kept.seconds <= _CLOCKS * wall else None,
+            # where more was trained than time has passed, the clocks of hosts and disk do not agree; nor is it known
+            # where it is unknown which steps are trained again
+            goodput=min(kept.seconds / wall, 1.0) if known and wall else None,
             wall_seconds=wall,
             checkpoint_step=self.sealed[0] if self.sealed else None,
             checkpoint_age=max(0.0, self.sign - self.sealed[1]) if self.sealed and self.sign is not None else None,
@@ -364,7 +410,7 @@ class Watch:
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
             not_finite=_not_finite(kept.last),
-            **self._batch(min(kept.step, kept.cut)),
+            **self._batch(kept.standing),
             **self._held_out(),
             **routers_of(self.measured),
         )

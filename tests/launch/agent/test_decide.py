@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.agent.decide import Rules, Smaller, next_hosts
+from launch.agent.decide import Rules, Smaller, _of_all_hosts, next_hosts
 from plugins.spike_guard.plan import NO_MORE
 from tests.launch.agent.ends import A, B, C, attempt, end, judge, told
 from tools.runs.attempts import Beat, End, Verdict
@@ -201,6 +201,45 @@ def test_a_newer_checkpoint_to_go_on_from_resets_the_count():
     assert judge(made[-1], made[:-1], rules).wait == rules.wait(3)
     assert judge(made[-1], made[:-1], rules, saved=24).wait == rules.wait(1)
     assert judge(made[-1], made[:-1], rules, saved=16).wait == rules.wait(3)
+
+
+def in_batches(made, *plans):
+    """Attempts that went on from (step of the checkpoint, the same step as their workers count it, samples)."""
+    return [
+        replace(each, plan=replace(each.plan, step=step, start=start, batch=batch))
+        for each, (step, start, batch) in zip(made, plans, strict=True)
+    ]
+
+
+def test_a_newer_checkpoint_of_a_larger_batch_resets_the_count_although_its_number_is_smaller():
+    """After step 100 of 8 samples, which is step 50 of 16, step 60 of 16 samples is progress."""
+    rules = Rules(restarts=3, same_host=9)
+    made = in_batches(failures(4, steps=[52, 55, 58, 62]), *[(100, 50, 16)] * 3, (60, 60, 16))
+    assert judge(made[-1], made[:-1], rules).wait == rules.wait(1)
+    same = in_batches(failures(4, steps=[52, 55, 58, 59]), *[(100, 50, 16)] * 4)
+    assert judge(same[-1], same[:-1], rules).decision == "give up"
+    # attempts of another batch, which did not end, stand before those of this one
+    before = in_batches(failures(3, steps=[101, 103, 54]), (100, 100, 8), (100, 100, 8), (100, 50, 16))
+    assert judge(before[-1], before[:-1], rules).wait == rules.wait(3)
+
+
+def test_steps_that_are_counted_in_another_batch_are_not_taken_for_the_same_step():
+    """All failed after "step 100", the step of the checkpoint, whatever they had trained since."""
+    rules = Rules(restarts=9, same_host=9)
+    made = in_batches(failures(3, steps=[52, 55, 58]), *[(100, 50, 16)] * 3)
+    assert judge(made[-1], made[:-1], rules).decision == "restart"
+    same = in_batches(failures(3, steps=[104, 104, 52]), (96, 96, 8), (96, 96, 8), (96, 48, 16))
+    said = judge(same[-1], same[:-1], rules)
+    assert said.decision == "give up" and "after step 52" in said.why
+    other = in_batches(failures(3, steps=[52, 52, 52]), (48, 48, 8), (48, 48, 8), (48, 24, 16))
+    assert judge(other[-1], other[:-1], rules).decision == "restart"
+
+
+def test_a_host_that_made_no_step_is_not_ahead_of_the_others():
+    """Its step was that of the checkpoint, as the smaller batch before counted it."""
+    (made,) = in_batches([attempt(end(A, 130, "hang", step=52))], (100, 50, 16))
+    known = _of_all_hosts(made, 131.0)
+    assert (known[B].step, known[B].phase) == (50, "start")
 
 
 def test_waits_double_up_to_a_bound():

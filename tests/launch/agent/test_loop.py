@@ -345,3 +345,13 @@ def test_an_attempts_own_save_is_progress_although_what_it_began_from_is_gone(tm
     write_seal(folder, 0, 1, 52, made={"attempt": attempt})
     plan = Plan(2, 0.0, ["a"], 1, "a", 1, resume=str(tmp_path / "iteration_00000100"), step=100, name="0002-abc")
     assert (loop._saved(plan, CheckpointInfo(folder, 52)) > plan.step) == progress
+
+
+@pytest.mark.parametrize(("batch", "done"), [(4, 4), (8, 8), (16, 16)])
+def test_whether_fewer_hosts_can_go_on_is_asked_for_the_step_of_the_present_batch(tmp_path, monkeypatch, batch, done):
+    """Of a checkpoint with another batch, step 8 was asked for: other samples, perhaps within a window of steps."""
+    folder, asked = save(tmp_path, 8), []
+    (folder / "common.json").write_text(json.dumps({"global_batch_size": batch}))
+    monkeypatch.setattr(loop, "smaller", lambda recipe, hosts, slots, step: asked.append(step))
+    Agent(job(tmp_path, 0))._can(["here"])
+    assert asked == [done]

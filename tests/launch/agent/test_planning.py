@@ -12,9 +12,11 @@ import launch.train
 from launch.agent import planning
 from launch.agent.cli import Start
 from launch.agent.decide import Smaller
-from launch.agent.part import command_of
+from launch.agent.part import Part, command_of
+from launch.agent.phases import Limits
 from launch.agent.planning import Job, Planning, first_number, follow
 from launch.resume import data
+from launch.run.supervise import Outcome
 from launch.train import build_config
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
@@ -115,6 +117,27 @@ def test_another_agent_plans_without_the_samples_that_spiked(run):
     run.fail(third, "signal")
     assert run.plan(run.agent(A), 3).step == 20, "an agent that was started anew, too"
     assert sorted(path.name for path in run.saves.glob("iter*")) == ["iteration_00000008", "iteration_00000020"]
+
+
+def test_a_plan_says_after_which_step_its_own_workers_begin(run, monkeypatch):
+    """Step 8 of 4 samples is step 4 of 8. Until the first step, signs of life said step 8, which step 5 came after."""
+    a = run.agent(A)
+    first = run.plan(a, 0)
+    assert (first.step, first.start, first.before, first.batch) == (0, 0, 0, 8)
+    saved = run.save(first, 8)
+    (saved / "common.json").write_text('{"global_batch_size": 4}')
+    (saved / "seal_rank_0.json").unlink()
+    write_seal(saved, 0, 2, 8, made={"attempt": first.name, "skipped": ()})
+    run.fail(first, "signal")
+    second = run.plan(a, 1)
+    assert (second.step, second.start, second.before, second.batch) == (8, 4, 4, 8)
+    assert replace(second, start=None).before == 8, "a plan of an older version"
+    part, given = Part(a.job, second, Standing(), Limits()), []
+    assert part._end(Outcome(1), None).step == 4
+    monkeypatch.setattr("launch.agent.part.Phases", lambda *arguments, **named: given.append(arguments[4]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        part.run()
+    assert given == [4]
 
 
 def test_a_late_rank_that_writes_an_older_ledger_makes_nothing_trained_again(run):

@@ -68,6 +68,43 @@ def test_what_does_not_depend_on_a_failed_check_goes_on(tmp_path, failed, how):
     assert any(failed in line for line in lines)
 
 
+def said_of_missing(failed):
+    """The slow obvious reference: check -> (reasons why it is not run, checks to look at), following each need."""
+    needs = {check.name: check.needs for check in HOUR_CHECKS}
+    missing = set(failed)
+    found = {}
+    for name in NAMES:
+        if lacks := [need for need in needs[name] if need in missing]:
+            roots, todo = [], lacks[::-1]
+            while todo:
+                need = todo.pop()
+                todo += [below for below in needs[need] if below in missing][::-1]
+                if need not in found and need not in roots:
+                    roots.append(need)
+            found[name] = lacks, roots
+            missing.add(name)
+    return found
+
+
+@pytest.mark.parametrize("failed", [*([name] for name in NAMES), ["devices", "mini"], ["operators", "devices"]])
+@pytest.mark.parametrize("how", ["fail", "unknown"])
+def test_a_check_that_is_not_run_names_what_is_to_be_mended_first(tmp_path, failed, how):
+    """It said "mend mini first" where mini itself was only not run, or "mend devices first" of a check that had found
+    nothing to mend, and named one of two."""
+    outcomes = run_checks(work([], **dict.fromkeys(failed, how)), tmp_path, 3600, lambda outcome, kept: None)
+    expected, findings = said_of_missing(failed), {one.check: one.findings for one in outcomes}
+    ended = {"fail": "failed", "unknown": "could judge nothing"}[how]
+    begin = {"fail": "mend what the check {} found", "unknown": "see in the lines of the check {} why it could judge"}
+    for name, (lacks, roots) in expected.items():
+        (finding,) = findings[name]
+        reasons = [f"{need} {'was not run' if need in expected else ended}" for need in lacks]
+        assert finding.seen == f"this check was not run, because {' and '.join(reasons)}"
+        places = [finding.remedy.index(begin[how].format(root)) for root in roots]
+        assert places == sorted(places) and finding.remedy.count("the check ") == len(roots)
+        assert finding.remedy.startswith("first ") and finding.remedy.endswith("; then run tc3 firsthour again")
+    assert all("was not run" not in item.seen for name in NAMES if name not in expected for item in findings[name])
+
+
 def test_an_interrupted_hour_resumes_where_it_stopped(tmp_path):
     calls = []
     with pytest.raises(KeyboardInterrupt):

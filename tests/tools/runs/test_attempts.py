@@ -31,7 +31,8 @@ from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
-from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics, slow_of
+from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
+from tools.runs.slow import slow_of
 from tools.runs.study import study
 from tools.schema.stages import loss_rank
 

@@ -20,11 +20,12 @@ from tests.plugins.straggler_probe.histories import history
 from tests.tools.runs.builders import Builder
 from tests.tools.runs.builders import append as write
 from tools.recipe.load import Recipe
-from tools.runs import readings
+from tools.runs import slow
 from tools.runs.cli import runs
 from tools.runs.goodput import NEVER, WORDS, Ledger, Piece
-from tools.runs.readings import Part, Probes, slow_of
+from tools.runs.readings import Part
 from tools.runs.render import _FINE, _coarse
+from tools.runs.slow import Probes, slow_of
 from tools.runs.study import THRESHOLD, WINDOW, _saves, daly, mtbf, overhead, saving, spikes, studies, young
 
 
@@ -468,7 +469,7 @@ def test_broken_probes_are_said(run):
 
 
 def test_a_run_that_goes_on_is_followed_by_its_newest_probes(tmp_path, monkeypatch):
-    monkeypatch.setattr(readings, "LOOK", 0.0)
+    monkeypatch.setattr(slow, "LOOK", 0.0)
     probes = Probes(tmp_path, None)
     assert probes.look().compared is None
     records = history(np.random.default_rng(2), ranks=16, probes=300, slow={3: ("device", 0.2, 250)})
@@ -480,7 +481,7 @@ def test_a_run_that_goes_on_is_followed_by_its_newest_probes(tmp_path, monkeypat
     for record in records[16 * 200 :]:
         append(probe_file(tmp_path, record.rank), record)
     assert [one.split(":")[0] for one in probes.look().slow] == ["rank 3 on node0"]
-    assert all(len(newest) == readings.NEWEST for _, newest in probes.files.values())
+    assert all(len(newest) == slow.NEWEST for _, newest in probes.files.values())
 
 
 def test_probes_are_not_looked_at_more_often_than_need_be(tmp_path):

@@ -236,6 +236,9 @@ def read_side(folder: Path) -> Side:
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
     metrics = {rank: readings for rank, (readings, _) in read.items()}
     headers = {rank: lines for rank, (_, lines) in read.items()}
+    limit = max(readings.limit for readings in metrics.values())
+    for readings in metrics.values():  # records of steps of another batch compare with no other step
+        readings.steps = {step: record for step, record in readings.steps.items() if step > limit}
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
@@ -251,7 +254,7 @@ def read_side(folder: Path) -> Side:
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
     parts = headers[loss_rank(view)]
     side.software = next((line["software"] for line in reversed(parts) if line.get("software")), {})
-    side.first = 1 + parts[0].get("start_step", 0) if parts else 1
+    side.first = max(1 + parts[0].get("start_step", 0) if parts else 1, 1 + limit)
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
@@ -262,11 +265,16 @@ def read_side(folder: Path) -> Side:
     experts: dict[str, int] = {}
     for rank in metrics:
         _read_states(side, record_file(folder, rank), rank, experts)
-    side.states = {step: state for step, state in side.states.items() if state.lines}
+    side.states = {step: state for step, state in side.states.items() if state.lines and step > limit}
     for state in side.states.values():
         side.parts = {rank: line.get("parts") or {} for rank, line in state.lines.items()} | side.parts
     recorded = bool(side.states)
     side.gaps = take_out(side, metrics, headers)
+    if limit:
+        side.gaps.append(
+            f"a resume changed the global batch, so that steps are numbered anew from step {limit + 1} on; all steps "
+            "before it are left out"
+        )
     _notes(side, recorded)
     return side
 

@@ -312,7 +312,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     noted = run_dir / NOTES / f"gradient_rank_{view.devices - 1}.json"
     shares = json.loads(noted.read_text()) if noted.exists() else []
     given = read_samples(run_dir, view.devices, len(steps))
-    return Trained(view.devices, steps, given, record.norms, record.state(), differing, shares, read_held_out(run_dir))
+    held_out = {int(step): loss for step, loss in read_held_out(run_dir).items()}  # the batch of this run never changes
+    return Trained(view.devices, steps, given, record.norms, record.state(), differing, shares, held_out)
 
 
 def _in_order(folder: Path) -> Whole:

@@ -3,8 +3,8 @@ with `plugins/attention_balance`.
 
 1. The module maps the document lengths of PREFIX.idx into memory, and builds the dataset's index as MindFormers will
    build it; no token is read.
-2. The module counts the documents of every sample that the run trains, and compares this number with the number of
-   documents that the compressed attention mask can hold.
+2. The module counts the documents of every sample that the run trains (without the samples that `plugins.spike_guard`
+   leaves out), and compares this number with the number of documents that the compressed attention mask can hold.
 3. For some steps, spread over the run, the module computes the cost of each sample, the device that trains the sample,
    and the work of the slowest device divided by the mean over devices.
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from plugins.attention_balance.samples import GPTIndex, build_gpt_index, check_fits
 from plugins.errors import DataError, RecipeError
+from plugins.spike_guard.ledger import Ranges, reached
 from tools.data.imbalance.recipe import Setting, Steps, equal_costs, measure_steps, setting_of
 from tools.data.index import map_lengths
 from tools.estimate.efficiency import UNKNOWN, known_error
@@ -294,15 +295,40 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
             "documents; write a larger share, or add documents"
         )
     reporter.start(f"shuffling {len(used):,} documents as the dataset does", 1)
-    index = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
-    documents = documents_of_samples(index, setting.steps * setting.layout.batch, reporter)
+    whole = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
+    trained = setting.steps * setting.layout.batch
+    items = trained_items(len(whole), setting.skipped, trained)
+    index = replace(whole, shuffle_index=whole.shuffle_index[items])
+    documents = documents_of_samples(index, trained, reporter)
     if setting.room is not None:
-        check_fits(documents, setting.room + setting.padding, setting.layout.batch, setting.padding)
+        check_fits(documents, setting.room + setting.padding, setting.layout.batch, setting.padding, items)
     counter = Counter()
     counter.add(documents)
     samples = counter.result()
     chosen = measure_steps(index, setting, _starts(setting, samples, steps), reporter)
-    return Result(setting, len(index), len(index.document_index) // len(used), samples, chosen)
+    return Result(setting, len(whole), len(whole.document_index) // len(used), samples, chosen)
+
+
+def trained_items(available: int, skipped: Ranges, trained: int) -> np.ndarray:
+    """Return the items of a dataset that a run trains, in order, int64 [`trained`]: items further behind take the
+    places of those that `plugins.spike_guard` leaves out.
+
+    Args:
+        available: the number of items of the dataset. skipped: the items that are left out, as ranges (first, stop).
+
+    Raises:
+        DataError: without these items the dataset has too few items, so that the run would not start.
+    """
+    end = reached(trained, skipped)
+    if end > available:
+        raise DataError(
+            "plugins.spike_guard.skipped: without the samples that are left out, the data lacks "
+            f"{end - available:,} of the {trained:,} samples that the run trains; train fewer steps, or add data"
+        )
+    stays = np.ones(end, bool)
+    for first, stop in skipped:
+        stays[first:stop] = False
+    return np.flatnonzero(stays)
 
 
 def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:

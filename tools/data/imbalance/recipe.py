@@ -10,6 +10,7 @@ twice: by the cost of attention only, and by the cost of attention and of the wo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from plugins.attention_balance.context_parallel import balanced, contiguous
 from plugins.attention_balance.plan import Balance, Layout, balance, epoch_plan
 from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, check_apart, padding_under, segments_of
 from plugins.errors import DataError, RecipeError
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.ledger import Ranges, count
 from tools.data.index import Blend, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
@@ -30,7 +33,7 @@ from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import LOADER, MODEL, View, require_resolved
 
 CONFIG = (*LOADER, "config")
-_PLUGIN = ("plugins", "attention_balance")
+_PLUGIN, _GUARD = ("plugins", "attention_balance"), ("plugins", "spike_guard")
 _MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_get_size_per_split_per_dataset)
 
 
@@ -49,6 +52,7 @@ class Setting:
             are not cut.
         room: the number of documents per sample that the attention mask can hold; None for a mask without such a limit.
         padding: the number of entries of the mask after these documents that must stay padding.
+        skipped: the samples that `plugins.spike_guard` leaves out of the training, as sorted ranges (first, stop).
         notes: sentences about the limits of the measurement, which the reader of the results must know.
     """
 
@@ -62,6 +66,7 @@ class Setting:
     context_parallel: int
     room: int | None
     padding: int
+    skipped: Ranges
     notes: tuple[str, ...]
 
 
@@ -92,10 +97,11 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
 
     Raises:
         RecipeError: the recipe is not resolved, lacks a size, has sizes that do not fit each other, or has a wrong
-            plugin section.
+            section of one of the two plugins.
     """
     require_resolved(recipe)
     view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
+    skipped = spike_guard.read(view.get(_GUARD) or {}).skipped
     if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
         raise refusal(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
     layout = plugin.layout_of(recipe, settings.window if window is None else window)
@@ -122,7 +128,8 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         context_parallel=ranks,
         room=view.mask_documents - padding if view.flag((*CONFIG, "create_compressed_eod_mask")) else None,
         padding=padding,
-        notes=tuple(_notes(view, prefix)),
+        skipped=skipped,
+        notes=(*_notes(view, prefix), *_notes_on_steps(view, layout, skipped)),
     )
 
 
@@ -155,6 +162,23 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
             "masks would not end where documents do"
         )
     return notes
+
+
+def _notes_on_steps(view: View, layout: Layout, skipped: Ranges) -> Iterator[str]:
+    """Yield sentences about steps of the run that train other samples than the steps that are measured here."""
+    if skipped:
+        note = f"the {count(skipped):,} samples in plugins.spike_guard.skipped are left out, as in training"
+        if layout.window > 1 or any(end % layout.batch for pair in skipped for end in pair):
+            note += (
+                "; with plugins.attention_balance a run plans all samples and leaves out places of the planned order, "
+                "so that some of its steps train other samples than here"
+            )
+        yield note
+    if view.ramp.stages:
+        yield (
+            "the batch grows by plugins.batch_ramp; these numbers are as if every step trained the full "
+            f"{layout.batch:,} samples"
+        )
 
 
 def _shares(blend: Blend) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.attention_balance.plan import Balance
+from plugins.spike_guard.ledger import count
 from tools.data.imbalance.measure import QUANTILES, Distribution, Imbalance, Result
 from tools.data.imbalance.recipe import SHARES, OneStep, Setting, Steps
 from tools.files.figure import new_figure, save_figure
@@ -62,6 +63,7 @@ def _result(found: Imbalance, result: Result) -> dict[str, Any]:
         "layout": _layout(setting),
         "cost": {"per_pair": setting.cost.per_pair, "per_token": setting.cost.per_token, "unit": setting.cost.unit},
         "dataset_samples": result.dataset,
+        "samples_left_out": count(setting.skipped),
         "epochs": result.epochs,
         "documents_of_a_sample": {**_distribution(result.samples), "room": setting.room},
         "pairs_over_undivided": steps.of_one_document,

@@ -51,6 +51,21 @@ def test_attempts_are_no_difference_of_two_runs(tmp_path):
     assert verdict.word == "equal" and not verdict.gaps
 
 
+def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
+    """After step 2 of 8 tokens, which is step 1 of 16, step 2 follows. Steps 1 of both kinds were compared."""
+
+    def resumed(lines):
+        header, *steps = map(json.loads, lines)
+        again = [{**record, "tokens": 16} for record in steps[1:3]]
+        return [*lines, *(json.dumps(line) + "\n" for line in ({**header, "start_step": 1}, *again))]
+
+    a, b = (Run(tmp_path / name, steps=4).write() for name in "ab")
+    side = read_side(edited(b, METRICS, resumed))
+    assert sorted(side.steps) == [2, 3] and sorted(side.states) == [2, 3, 4]
+    verdict = diagnose(read_side(a), side)
+    assert verdict.word != "equal" and "numbered anew from step 2 on" in " ".join(verdict.gaps)
+
+
 @pytest.mark.parametrize(
     ("name", "edit", "rank", "told"),
     [

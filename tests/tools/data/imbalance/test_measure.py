@@ -12,8 +12,9 @@ from benchmarks.corpora import CORPORA, document_lengths
 from plugins.attention_balance import reference
 from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.plan import Layout, epoch_plan, layout_of
-from plugins.attention_balance.samples import build_gpt_index, segments_of
+from plugins.attention_balance.samples import build_gpt_index, causal_pairs, segments_of
 from plugins.errors import DataError, RecipeError
+from plugins.spike_guard import reference as spike_guard_reference
 from tests.tools.data.data_helpers import REPOSITORY, write_index
 from tools.data.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance
 from tools.data.imbalance.recipe import SHARES, equal_costs, measure_steps, setting_of
@@ -151,6 +152,65 @@ def test_sampled_windows_are_those_of_the_whole_run(prefix: str) -> None:
     np.testing.assert_allclose(found.model.after * even, whole[found.numbers])
 
 
+GUARD = "plugins.spike_guard={skipped: [[8, 16], [24, 32]]}"
+
+
+@pytest.mark.parametrize("ranges", [[[8, 16], [24, 32]], [[3, 5], [40, 41], [70, 90]], [[0, 8]]])
+def test_samples_that_the_spike_guard_leaves_out_are_not_measured(prefix: str, ranges: list[list[int]]) -> None:
+    """Later steps were measured with the samples that another step trains."""
+    sizes = "train_dataset.data_loader.sizes.0=80"
+    guard = f"plugins.spike_guard={{skipped: {ranges}}}"
+    result = imbalance(prefix, recipe_of(TWO_WORKERS, APART, sizes, guard), steps=10).result
+    assert result is not None and result.setting.skipped == tuple(map(tuple, ranges))
+    index = build_gpt_index(map_lengths(prefix), 128, result.setting.wanted, 1234)
+    items = spike_guard_reference.samples(len(index), ranges)[:80]
+    pairs = causal_pairs(segments_of(index, 0, len(index)))[items]
+    expected = reference_balance(pairs * result.setting.cost.per_pair, result.setting.layout)
+    np.testing.assert_allclose(result.steps.attention.before, expected)
+    counts = segments_of(index, 0, len(index)).counts()[items]
+    assert (result.samples.count, result.samples.total) == (80, counts.sum())
+
+
+def reference_balance(costs: np.ndarray, layout: Layout) -> list[float]:
+    """Step time over that of an even step, without the plugin: each sample goes to the ranks in turn."""
+    steps = costs.reshape(-1, layout.batch)
+    return [max(step[0::2].sum(), step[1::2].sum()) / (step.sum() / 2) for step in steps]
+
+
+def test_whole_steps_that_are_left_out_leave_the_other_steps_as_they_were(prefix: str) -> None:
+    """Also the plans of plugins.attention_balance, which are made for the samples of a step."""
+    sizes = "train_dataset.data_loader.sizes.0={}".format
+    whole = imbalance(prefix, recipe_of(TWO_WORKERS, APART, sizes(96)), steps=12).result
+    found = imbalance(prefix, recipe_of(TWO_WORKERS, APART, sizes(80), GUARD), steps=10).result
+    assert whole is not None and found is not None
+    stay = [step for step in range(12) if step not in (1, 3)]
+    for side in ("attention", "model"):
+        for name in ("before", "after", "bound"):
+            got, want = (getattr(getattr(each.steps, side), name) for each in (found, whole))
+            np.testing.assert_allclose(got, want[stay])
+
+
+def test_a_run_that_has_too_few_samples_without_those_left_out_is_refused(prefix: str) -> None:
+    available = len(build_gpt_index(map_lengths(prefix), 128, 80, 1234))
+    guard = f"plugins.spike_guard={{skipped: [[0, {available - 70}]]}}"
+    with pytest.raises(DataError, match=r"spike_guard\.skipped: .* lacks 10 of the 80 samples"):
+        imbalance(prefix, recipe_of(TWO_WORKERS, APART, "train_dataset.data_loader.sizes.0=80", guard))
+
+
+def test_a_sample_that_has_too_many_documents_and_is_left_out_refuses_nothing(prefix: str) -> None:
+    masks = [f"{CONFIG}.create_compressed_eod_mask=True", f"{CONFIG}.reset_position_ids=True"]
+    index = build_gpt_index(map_lengths(prefix), 128, 2412, 1234)
+    counts = segments_of(index, 0, len(index)).counts()
+    most = int(counts[:2400].max())
+    over = np.flatnonzero(counts[: 2400 + 64] >= most).tolist()
+    recipe = recipe_of(TWO_WORKERS, *masks, f"{CONFIG}.eod_pad_length={most - 1}")
+    recipe["plugins"]["spike_guard"] = {"skipped": [[item, item + 1] for item in over]}
+    assert imbalance(prefix, recipe, steps=1).result is not None
+    recipe["plugins"]["spike_guard"] = {"skipped": [[0, 1], *([item, item + 1] for item in over[1:])]}
+    with pytest.raises(RecipeError, match=f"documents of sample {over[0]} "):
+        imbalance(prefix, recipe, steps=1)
+
+
 def test_steps_are_spread_over_the_run(prefix: str) -> None:
     recipe = recipe_of(TWO_WORKERS, APART)
 
@@ -204,6 +264,9 @@ def test_why_costs_are_equal(overrides: list[str], why: str) -> None:
         ([f"{CONFIG}.data_path=['1', a, '3', b]"], "2 corpora (25 % of the samples from a, 75 % of"),
         ([f"{CONFIG}.data_path=[a, b, c]"], "blends 3 corpora; these"),
         (["context.device_target=Ascend"], "up to the attention kernel"),
+        ([GUARD], "the 16 samples in plugins.spike_guard.skipped are left out, as in training"),
+        (["plugins.spike_guard={skipped: [[3, 9]]}"], "leaves out places of the planned order"),
+        (["plugins.batch_ramp={stages: [[10, 4]]}"], "as if every step trained the full 8 samples"),
     ],
 )
 def test_notes(prefix: str, overrides: list[str], word: str) -> None:
