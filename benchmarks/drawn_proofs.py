@@ -197,7 +197,7 @@ class Bench:
     def compare(self, name: str, sharding: Sharding, words: str = "") -> str:
         """Return how the run of a layout differs from one process; `SAME` if it does not."""
         try:
-            self.runs.compare(sharding.against, sharding.alone)
+            self.runs.trained(sharding.against, sharding.alone)
             os.environ[VARIABLE] = words
             found = self.runs.compare(name, sharding)
         except RunFailedError as error:

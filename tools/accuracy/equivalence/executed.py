@@ -232,10 +232,12 @@ class ExecutedRuns(Runs):
         """Train a layout, and the same model in one process, unless they were trained before, and compare the two
         trainings; raise RunFailedError if one of them fails.
         """
-        reference = self._run(sharding.against, sharding.alone)
-        return compare_executed(self._run(name, sharding), reference, sharding)
+        reference = self.trained(sharding.against, sharding.alone)
+        return compare_executed(self.trained(name, sharding), reference, sharding)
 
-    def _run(self, name: str, sharding: Sharding) -> Trained:
+    def trained(self, name: str, sharding: Sharding) -> Trained:
+        """Train a layout unless it was trained before, and return its results; raise RunFailedError if it fails."""
+
         def run() -> Trained:
             recipe = derive_sharded(self.base, sharding, self.steps, self.corpus(sharding.sample))
             return execute(recipe, self.work / name, TWICE if sharding.known and sharding.pp > 1 else "")
