@@ -188,25 +188,6 @@ def test_a_resumed_run_judges_a_step_as_if_it_had_not_been_interrupted():
     assert len(good_steps(rare, 99, 4, FOURS, 1)) == 40, "not nearly the whole run"
 
 
-@given(st.integers(1, 40), st.integers(0, 30), st.integers(0, 12), st.sets(st.integers(1, 90)))
-def test_a_rank_that_was_missing_compares_with_no_step_from_before(before, missing, after, overflowed):
-    """A run went on with fewer hosts, so that this rank has no lines of these steps."""
-    steps = [*range(1, before + 1), *range(before + missing + 1, before + missing + after + 1)]
-    lines = [{"step": n, "loss": float(n), "global_norm": 1.0, "overflow": n in overflowed} for n in steps]
-    found = good_steps(map(json.dumps, lines), before + missing + after, 4, FOURS, 1)
-    near = steps[before:] if missing > 4 else steps
-    assert [each["loss"] for each in found] == [n for n in near if n not in overflowed][-4:]
-
-
-def test_norms_from_before_a_rank_was_missing_make_no_false_spike():
-    """Ranks of a host that left after step 8 and is back at step 5000, when the norms of all steps are larger."""
-    lines = [json.dumps({"step": step, "loss": 9.0, "global_norm": 0.1 + step / 1e4}) for step in range(1, 9)]
-    back = Window(8, 16.0)
-    for readings in good_steps(lines, 5000, 8, FOURS, 1):
-        back.see(readings)
-    assert back.see({"loss": 4.0, NORM: 0.9}) is None
-
-
 def test_a_spike_leaves_out_the_samples_that_its_step_had():
     entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(), FOURS, ())
     assert entry == Entry(5, 5, "step 5: loss is NaN", ((16, 20),))

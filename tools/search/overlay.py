@@ -93,6 +93,7 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
 _MOVES, _GROUPED = ("plugins", "expert_balance"), ("plugins", "grouped_gradient")
 _EVERY = (*_MOVES, "every")
 _HELD_OUT, _SEPARATE = ("plugins", "held_out_loss"), ("print_separate_loss",)
+_HELD_SAMPLES = (*_HELD_OUT, "samples")
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
@@ -361,7 +362,7 @@ def _held_out(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if settings is None:
         return values
     if settings.samples is not None and settings.samples < config.global_batch:
-        values[(*_HELD_OUT, "samples")] = config.global_batch
+        values[_HELD_SAMPLES] = config.global_batch
     if config.micro_batches > 1 and view.get(_SEPARATE) is False:
         values[_SEPARATE] = True
     return values

@@ -308,23 +308,6 @@ def test_plugins_that_ask_something_of_a_layout_are_asked(tmp_path):
     assert 0 < len(kept & set(every)) < len(every)
 
 
-def test_an_expert_group_is_whole_ranks_where_their_samples_are_balanced(tmp_path):
-    """A strategy is in the space if, and only if, plugins.attention_balance accepts its expert groups."""
-    path = tmp_path / "recipe.yaml"
-    balanced = "attention_balance: {window: 1}, held_out_loss: False"
-    base = os.path.abspath("recipes/telechat3_105b/context_32k.yaml")
-    path.write_text(f"base_config: {base}\nplugins: {{{balanced}}}\n")
-    recipe = load_recipe(path)
-    limits = tuple(map(read_limit, ("recompute=none", "shard=none", "mode=global", "pp=2", "vpp=1")))
-    asked = request_of(recipe, "atlas_800t_a2", devices=96, global_batch=96, limits=limits)
-    kept, every = set(enumerated(asked)[0]), enumerated(replace(asked, whole_ranks=False))[0]
-    for candidate in every[:: max(1, len(every) // 40)]:
-        child = changed(recipe, configuration(asked, candidate), asked.site)
-        refused = [each for each in check_recipe(child).errors if "an EP group must consist of" in each.wrong]
-        assert (candidate in kept) == (not refused), candidate
-    assert 0 < len(kept) < len(every)
-
-
 def test_one_process_accumulates_no_gradients():
     """MindFormers sets gradient_accumulation_steps to 1 where the model is not split."""
     recipe = load_recipe("recipes/mini/finetune.yaml")

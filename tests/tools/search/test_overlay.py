@@ -32,7 +32,6 @@ LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
 PLUGGED = "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
 DENSE = "recipes/telechat3_36b/pretrain_8k.yaml"
 MTP = "recipes/telechat3_105b/pretrain_4k.yaml"
-HELD_OUT = "plugins.held_out_loss.samples"
 
 
 def read_back(recipe, config, folder, notes=(), site=None):
@@ -298,40 +297,6 @@ def test_what_has_nothing_to_do_in_a_layout_is_switched_off(tmp_path):
     assert child["plugins"] == {**recipe["plugins"], "expert_balance": {"every": 0}, "grouped_gradient": False}
     assert not [finding for finding in check_recipe(child).errors if finding.key.startswith("plugins")]
     assert changed(recipe, now)["plugins"] == recipe["plugins"]
-
-
-def test_experts_that_neither_move_nor_are_recorded_leave_the_plugin_off(tmp_path):
-    """`tc3 check` refuses a plugin that does nothing; a section that also records keeps its record."""
-    sections = {"{record: False, routers: False}": False, "{record: False, every: 7}": {"record": False, "every": 0}}
-    for section, wanted in sections.items():
-        (tmp_path / "recipe.yaml").write_text(
-            f"base_config: {os.path.abspath(LARGE)}\nplugins: {{expert_balance: {section}}}\n"
-        )
-        recipe = load_recipe(tmp_path / "recipe.yaml")
-        now = from_recipe(recipe)
-        _, child = read_back(recipe, replace(now, ep=1, dp=now.dp, recompute=Recompute()), tmp_path)
-        assert child["plugins"]["expert_balance"] == wanted
-        assert not [finding for finding in check_recipe(child).errors if "expert_balance" in finding.key]
-
-
-def test_a_larger_batch_has_as_many_held_out_samples(tmp_path):
-    """`tc3 check` refuses fewer held-out samples than a step has, and with micro-batches a loss that is not apart."""
-    (tmp_path / "recipe.yaml").write_text(
-        f"base_config: {os.path.abspath(LARGE)}\nprint_separate_loss: False\n"
-        "plugins: {held_out_loss: {data_path: held, every: 5, samples: 4096}}\n"
-    )
-    recipe = load_recipe(tmp_path / "recipe.yaml")
-    now = from_recipe(recipe)
-    one = replace(now, pp=1, dp=now.dp * now.pp, layers=((now.model.layers,),), schedule="1f1b", recompute=Recompute())
-    for config, changes in (
-        (replace(one, micro_batches=1), {}),
-        (replace(now, micro_batches=4096 // now.dp), {"print_separate_loss": True}),
-        (replace(now, micro_batches=8192 // now.dp), {"print_separate_loss": True, "samples": 8192}),
-    ):
-        _, child = read_back(recipe, config, tmp_path)
-        assert child["print_separate_loss"] == changes.get("print_separate_loss", False)
-        assert child["plugins"]["held_out_loss"]["samples"] == changes.get("samples", 4096)
-        assert not [each for each in check_recipe(child).errors if each.key in ("print_separate_loss", HELD_OUT)]
 
 
 def test_a_search_that_goes_back_to_expert_parallelism_says_that_experts_stay(tmp_path):
