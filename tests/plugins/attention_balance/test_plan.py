@@ -173,7 +173,7 @@ def test_wrong_settings_are_named(settings, words):
         ("train_dataset.data_loader.shuffle", True, r"data_loader\.shuffle"),
         ("context.mode", 1, r"context\.mode"),
         ("train_dataset.data_loader.config.create_compressed_eod_mask", False, "every sample costs the same"),
-        ("micro_batch_interleave_num", 2, r"micro_batch_interleave_num: .* with 2, .*write 1"),
+        ("micro_batch_interleave_num", 2, r"micro_batch_interleave_num: .* the value 2, .*write 1"),
         ("parallel_config.expert_parallel", 24, r"parallel_config\.expert_parallel"),
     ],
 )
