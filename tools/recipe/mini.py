@@ -165,6 +165,8 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     if model["model_type"] == LATENT:
         model["first_k_dense_replace"] = dense
         model["num_hidden_layers"] = dense + 1
+    elif model.get("first_k_dense_replace"):  # a dense model does not read it, but it may not exceed the layers
+        model["first_k_dense_replace"] = dense
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
             model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)

@@ -241,6 +241,13 @@ def test_a_mini_on_one_worker_leaves_off_what_moves_and_copies_experts(section, 
     assert not check_recipe(Recipe(mini)).errors
 
 
+def test_a_dense_mini_has_no_more_dense_layers_than_layers():
+    recipe = load_recipe(DENSE[0])
+    recipe["model"]["model_config"]["first_k_dense_replace"] = 3
+    assert not check_recipe(recipe).errors
+    assert not check_recipe(Recipe(derive_mini(recipe, "corpus"))).errors
+
+
 def test_a_mini_has_no_more_spare_slots_than_other_experts():
     recipe = load_recipe(ROOT / "recipes/mini/pretrain_ep4_balanced.yaml")
     recipe["model"]["model_config"]["n_routed_experts"] = recipe["callbacks"][1]["expert_num"] = 64
