@@ -29,16 +29,12 @@ from mindspore import ops
 from mindspore.context import ParallelMode
 from mindspore.parallel._utils import _get_parallel_mode
 
-from plugins.errors import RecipeError
+from plugins.edited_classes import ARCHITECTURES, edited
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
 relies_on(TransformerLayer, "actual_seq_len=None,\n            sharded_key=None,")  # arguments come by their places
 
-# MindFormers' class -> ours for Ascend, which differs in what plugins edit, and in when layers are recomputed
-ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
-DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
-ALL = {**ARCHITECTURES, **DENSE}
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _layer_edits: dict[str, Callable[[list[Any]], None]] = {}
@@ -134,14 +130,8 @@ def use_edited_model(config, plugin: str, classes: Mapping[str, str] = ARCHITECT
     """
     if config.context.device_target == "CPU" and not chosen(config):
         return
-    model_config, known = config.model.model_config, {**classes, **{ours: ours for ours in classes.values()}}
-    unknown = [name for name in model_config.architectures if name not in known]
-    if unknown:
-        raise RecipeError(
-            f"model.model_config.architectures: {plugin} supports only the classes {', '.join(classes)}, not "
-            f"{unknown[0]!r}"
-        )
-    model_config.architectures = [known[name] for name in model_config.architectures]
+    model_config = config.model.model_config
+    model_config.architectures = edited(model_config.architectures, plugin, classes)
 
 
 def after_input(hidden_states, rotary_pos_emb, actual_seq_len):

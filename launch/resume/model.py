@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,15 @@ from tools.checkpoint.stored import (
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert_plan import model_of as weights_model_of
 from tools.weights.hugging_face_names import table
+from tools.weights.reshard_target import target_of
 
 _LISTED = 3  # tensors in a message
+_OTHER_NAMES = "LayerNorm"  # its weights are called gamma and beta, which no module here knows
 _HOW_TO_BEGIN = (
     "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
     'checkpoint) or a folder that tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
@@ -98,21 +101,43 @@ def _shapes_in(stored: Stored) -> Shapes:
 
 
 def _shapes_of(recipe: Recipe) -> Shapes | None:
-    """Return the shapes of the weights that MindFormers gives the recipe's model, and the routers' biases; None if they
-    are not known.
+    """Return the shapes of the weights that MindFormers gives the recipe's model, with the weights of adapters, and of
+    the routers' biases; None if they are not known.
     """
     try:
-        fields = convert(View(recipe), load_schema()).fields
-        entries = table(weights_model_of(recipe))
-        lora = Settings.read(chosen) if (chosen := value_at(recipe, LORA, False)) is not False else None
+        biased = bool(convert(View(recipe), load_schema()).fields.get("moe_router_enable_expert_bias"))
     except (RecipeError, TypeError, KeyError, ValueError):
         return None
-    trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
-    if trained != weights_of(recipe):
-        return None  # a variant that the table does not have, such as tied embeddings
-    biased = bool(fields.get("moe_router_enable_expert_bias"))
-    shapes = {each.mindformers: each.shape for each in entries if each.trained or biased}
-    return {**shapes, **(adapters_of(shapes, lora) if lora else {})}
+    for names in (_of_the_conversion, _of_the_layout):
+        with suppress(RecipeError, TypeError, KeyError, ValueError):
+            shapes, biases = names(recipe)
+            if _count_trained(shapes.items()) == weights_of(recipe):
+                return {**shapes, **(biases if biased else {})}
+    return None
+
+
+def _of_the_conversion(recipe: Recipe) -> tuple[Shapes, Shapes]:
+    """Return the shapes of weights and of routers' biases of a model that `tc3 weights convert` knows, in the order of
+    the forward pass.
+    """
+    entries = table(weights_model_of(recipe))
+    shapes = {each.mindformers: each.shape for each in entries if each.trained}
+    chosen = value_at(recipe, LORA, False)
+    adapters = {} if chosen is False else adapters_of(shapes, Settings.read(chosen))
+    return {**shapes, **adapters}, {each.mindformers: each.shape for each in entries if not each.trained}
+
+
+def _of_the_layout(recipe: Recipe) -> tuple[Shapes, Shapes]:
+    """Return the same shapes of a model that only `tc3 weights reshard` knows, such as one without shared experts.
+
+    Raises:
+        RecipeError: the names of the weights are not known.
+    """
+    if View(recipe).get((*MODEL, "normalization")) == _OTHER_NAMES:
+        raise RecipeError(f"the weights of {_OTHER_NAMES} are called gamma and beta")
+    target = target_of(recipe)
+    biases = {name: placed.shape for name, placed in target.states.items() if name.endswith(".expert_bias")}
+    return {name: placed.shape for name, placed in target.weights.items()}, biases
 
 
 def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -131,6 +132,17 @@ class Objective:
         return totals / ranks * (micro_batches + self.stages - 1) / micro_batches
 
 
+def groups_fit(data_parallel: int, expert_parallel: Any, devices: int) -> Any:
+    """Return whether EP groups consist of equally many whole data-parallel ranks, or are an equal part of one rank.
+
+    Args:
+        expert_parallel: the number of devices of an EP group, or an array of such numbers; the result then is an array.
+        devices: the number of devices of a data-parallel rank within a pipeline stage.
+    """
+    larger, smaller = np.maximum(expert_parallel, devices), np.minimum(expert_parallel, devices)
+    return (larger % smaller == 0) & (data_parallel % np.maximum(expert_parallel // devices, 1) == 0)
+
+
 def objective_of(
     *,
     data_parallel: int,
@@ -148,7 +160,7 @@ def objective_of(
     """
     devices = context_parallel * tensor_parallel
     together = max(expert_parallel // devices, 1)
-    if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
+    if not groups_fit(data_parallel, expert_parallel, devices):
         raise RecipeError(
             "parallel_config.expert_parallel: an EP group must consist of whole data-parallel ranks, or be an equal "
             f"part of one rank, but {expert_parallel} devices are neither: a data-parallel rank has "

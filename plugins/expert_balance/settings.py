@@ -8,6 +8,7 @@ module needs no MindSpore.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
@@ -113,6 +114,17 @@ read = Settings.read
 def moves(section: object) -> bool:
     """Return whether a recipe's `plugins.expert_balance` moves experts; None and False mean that the plugin is off."""
     return section is not None and section is not False and bool(read(section).every)
+
+
+def without_moves(section: object) -> object:
+    """Return a recipe's section `plugins.expert_balance` with which experts stay on their devices: a section that only
+    records or, if `section` records nothing, False. A section that `Settings` refuses is returned unchanged.
+    """
+    ours, _ = Settings.look(section)
+    if ours is None or not isinstance(section, Mapping):
+        return section
+    none = {"every": 0, **({"spare": 0} if ours.spare else {})}  # copies are planned together with moves
+    return {**section, **none} if ours.record or ours.routers else False
 
 
 def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str, experts: int, sharded: bool) -> None:

@@ -23,6 +23,7 @@ from mindspore.common.initializer import Constant, initializer
 from mindspore.ops.operations import Morph
 
 from plugins import telechat3_moe
+from plugins.edited_classes import ALL
 from plugins.hyper_connections.plan import CLIP, EPSILON, KEY, Settings, active, check, gates
 from plugins.private_hooks import relies_on
 
@@ -45,7 +46,7 @@ def enable(config, settings) -> None:
     active[:] = [ours] if ours.streams > 1 else []
     if ours.streams == 1:  # H_res is 1, and MindFormers' own layers add with it
         return
-    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
+    telechat3_moe.use_edited_model(config, KEY, ALL)
     telechat3_moe.use_layer(HyperConnectedLayer, settings=ours)
 
 

@@ -42,6 +42,7 @@ from mindspore.ops.auto_generate import AddExt, Muls
 from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
+from plugins.edited_classes import ALL
 from plugins.errors import RecipeError
 from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, check, chosen, frozen
 from plugins.private_hooks import relies_on
@@ -162,7 +163,7 @@ def enable(config, settings) -> None:
             pattern matches no layer of the model.
     """
     ours = check(settings, config)
-    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.ALL)
+    telechat3_moe.use_edited_model(config, KEY, ALL)
     set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)

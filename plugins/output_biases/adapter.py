@@ -14,6 +14,7 @@ from mindformers.parallel_core.training_graph.transformer.attention import SelfA
 from mindformers.parallel_core.training_graph.transformer.mlp import MLP
 
 from plugins import telechat3_moe
+from plugins.edited_classes import DENSE
 from plugins.output_biases.plan import KEY, read
 from plugins.private_hooks import relies_on
 
@@ -33,7 +34,7 @@ def enable(config, settings) -> None:
         RecipeError: a setting is wrong, or the plugin does not support the model.
     """
     read(settings, config.model.model_config)
-    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.DENSE)
+    telechat3_moe.use_edited_model(config, KEY, DENSE)
     telechat3_moe.edit_model(KEY, without_input_biases)
 
 

@@ -8,7 +8,7 @@ newest good checkpoint, with the left-out samples in `plugins.spike_guard.skippe
 No step needs an additional collective for this check. With data parallelism all ranks have the loss and the norm, so
 all ranks write the same file. In a pipeline the ranks that compute the loss judge the loss, and all ranks judge the
 norm; if a single rank ends, the whole run ends. The values of the good steps before a resume are read from the rank's
-own metrics, so the verdict on a step does not depend on where the run was interrupted.
+own metrics, so the verdict on a step does not depend on where the run was interrupted, as long as the layout stays.
 """
 
 from __future__ import annotations

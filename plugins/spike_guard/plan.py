@@ -194,6 +194,10 @@ class Window:
         return None
 
 
+# tokens until the step's begin and end, whether it had more samples than a step has now, its values (None: an overflow)
+_Step = tuple[int, int, bool, dict[str, float | None] | None]
+
+
 def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: int) -> list[dict[str, float | None]]:
     """Return the losses and norms of the last steps up to step `done`, read from the lines of RUN/metrics/rank_N.jsonl,
     to fill a `Window` of `size` steps. The returned steps are the fewest that hold `size` values of the loss and of the
@@ -205,11 +209,13 @@ def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: i
     samples than the next step, and of all steps before it, are None: the mean of more gradients has less noise, and so
     a smaller norm, and norms of steps before that are no neighbours of the next norm.
 
+    A rank that did not take part in the run for more than `size` steps, because the run went on with fewer hosts, has
+    no lines of these steps. Its lines from before this time are no neighbours of the next step and are left out.
+
     Args:
         ramp: how many samples the steps of the run have now; length: the number of tokens of a sample.
     """
-    # (tokens until the step's end, whether it had more samples than a step has now, its values)
-    steps: list[tuple[int, bool, dict[str, float | None]]] = []
+    steps: list[_Step] = []
     newest, start = Newest(), None
     now = ramp.batch_at(done + 1) * length
     for line in lines:
@@ -228,17 +234,28 @@ def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: i
             )
             before = record["step"] - 1 if start is None else min(start, record["step"] - 1)
             begin, start = counted.samples_until(before), None
-            while steps and steps[-1][0] > begin:
+            while steps and steps[-1][1] > begin:
                 steps.pop()
-            if not record.get("overflow"):
-                values = {"loss": record.get("loss"), NORM: record.get("global_norm")}
-                steps.append((counted.samples_until(record["step"]), (own or 0) > now, values))
-    steps = [each for each in steps if each[0] <= ramp.samples_until(done) * length]
-    larger = max((place for place, (_, more, _) in enumerate(steps) if more), default=-1)
-    good = [{**values, NORM: None} if place <= larger else values for place, (*_, values) in enumerate(steps)]
+            values = {"loss": record.get("loss"), NORM: record.get("global_norm")}
+            end, more = counted.samples_until(record["step"]), (own or 0) > now
+            steps.append((begin, end, more, None if record.get("overflow") else values))
+    last = ramp.samples_until(done) * length
+    steps = _without_gaps([each for each in steps if each[1] <= last], last, size * now)
+    larger = max((place for place, (*_, more, _) in enumerate(steps) if more), default=-1)
+    known = [(place, values) for place, (*_, values) in enumerate(steps) if values]
+    good = [{**values, NORM: None} if place <= larger else values for place, values in known]
     held = ([place for place, each in enumerate(good) if _judged(each[name])][-size:] for name in JUDGED)
     first = min((places[0] for places in held if places), default=len(good))
     return good[max(first, len(good) - _MOST * size) :]
+
+
+def _without_gaps(steps: list[_Step], last: int, most: int) -> list[_Step]:
+    """Return the steps after the last gap of more than `most` tokens, in which this rank took no part in the run;
+    `last` is the number of tokens that are trained.
+    """
+    begins = [*(begin for begin, *_ in steps), last]
+    gaps = [place for place, (_, end, *_) in enumerate(steps, 1) if begins[place] - end > most]
+    return steps[max(gaps, default=0) :]
 
 
 def _judged(value: float | None) -> bool:

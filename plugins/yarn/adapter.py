@@ -29,6 +29,7 @@ from mindspore.ops.auto_generate import Muls
 from mindspore.parallel._utils import _get_parallel_mode
 
 from plugins import telechat3_moe
+from plugins.edited_classes import DENSE
 from plugins.private_hooks import relies_on
 from plugins.yarn.plan import KEY, Yarn, read
 
@@ -67,7 +68,7 @@ def enable(config, settings) -> None:
             incomplete.
     """
     yarn = read(settings, config.model.model_config)
-    telechat3_moe.use_edited_model(config, KEY, telechat3_moe.DENSE)
+    telechat3_moe.use_edited_model(config, KEY, DENSE)
     telechat3_moe.use_positions(lambda transformer_config: positions(transformer_config, yarn))
 
 

@@ -6,14 +6,17 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launch.run.msrun import ROOT
 from launch.workers.metrics import RecordingLossMonitor, metrics_file
 from plugins.batch_ramp.plan import Ramp
+from plugins.finite_loss.plan import NORM
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import ATTEMPT, Newest, Span, append_line, as_span, note, read_steps, spans_file
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
-from plugins.spike_guard.plan import good_steps
+from plugins.spike_guard.plan import Window, good_steps
 from tests.plugins.held_out_loss.evaluation import Evaluated
 from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tools.accuracy.diagnose import evidence
@@ -75,6 +78,25 @@ def test_what_a_worker_of_an_earlier_attempt_appends_late_is_left_out(tmp_path, 
     lines = path.read_text().splitlines()
     assert [each["loss"] for each in good_steps(lines, 9, 9, Ramp((), 8), 1)] == [1.0, 2.0, 2.0]
     assert [(line["step"], line.get("loss")) for _, line in evidence._lines(path) if "step" in line][-1] == (3, 2.0)
+
+
+@given(st.integers(1, 40), st.integers(0, 30), st.integers(0, 12), st.sets(st.integers(1, 90)))
+def test_a_rank_that_was_missing_compares_with_no_step_from_before(before, missing, after, overflowed):
+    """A run went on with fewer hosts, so that this rank has no lines of these steps."""
+    steps = [*range(1, before + 1), *range(before + missing + 1, before + missing + after + 1)]
+    lines = [{"step": n, "loss": float(n), "global_norm": 1.0, "overflow": n in overflowed} for n in steps]
+    found = good_steps(map(json.dumps, lines), before + missing + after, 4, Ramp((), 4), 1)
+    near = steps[before:] if missing > 4 else steps
+    assert [each["loss"] for each in found] == [n for n in near if n not in overflowed][-4:]
+
+
+def test_norms_from_before_a_rank_was_missing_make_no_false_spike():
+    """Ranks of a host that left after step 8 and is back at step 5000, when the norms of all steps are larger."""
+    lines = [json.dumps({"step": step, "loss": 9.0, "global_norm": 0.1 + step / 1e4}) for step in range(1, 9)]
+    back = Window(8, 16.0)
+    for readings in good_steps(lines, 5000, 8, Ramp((), 4), 1):
+        back.see(readings)
+    assert back.see({"loss": 4.0, NORM: 0.9}) is None
 
 
 def test_late_lines_are_left_out_by_readers_of_steps_that_do_not_know_attempts(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import numpy as np
 
 from plugins.attention_balance import plan as attention_balance
 from plugins.batch_ramp import plan as batch_ramp
+from plugins.edited_classes import ALL, ARCHITECTURES, DENSE, edited
 from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
@@ -38,7 +39,7 @@ from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
-from tools.schema.converter import Built, convert
+from tools.schema.converter import STREAMS, Built, convert
 from tools.schema.schema import load_schema
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
@@ -49,6 +50,11 @@ _FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradie
 _MTP, _RAMP = ("plugins", "mtp_documents"), ("plugins", "batch_ramp")
 _STREAMS = ("plugins", "hyper_connections")
 _YARN, _LORA, _BIASES = ("plugins", "yarn"), ("plugins", "lora"), ("plugins", "output_biases")
+_CLASSES = {  # of MindFormers' models that a plugin can change
+    **dict.fromkeys((_HIERARCHICAL, _EXPERTS, _GROUP_LOSS, _MTP), ARCHITECTURES),
+    **dict.fromkeys((_STREAMS, _LORA), ALL),
+    **dict.fromkeys((_YARN, _BIASES), DENSE),
+}
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -57,6 +63,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     def on(section: KeyPath) -> bool:
         return view.get(section) not in (None, False)
 
+    _model_classes(view, built, on, found)
     if on(_HIERARCHICAL):
         _hierarchical_ep(view, built, found)
     if on(_OVERLAP):
@@ -92,6 +99,19 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
             group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     if on(_EXPERTS) and _has_experts(_EXPERTS, built, found):
         _expert_balance(view, built, found)
+
+
+def _model_classes(view: View, built: Built, on: Callable[[KeyPath], bool], found: Findings) -> None:
+    """Check that the plugins can change the class of the model; the CPU backend has classes of its own."""
+    names = view.get((*MODEL, "architectures"))
+    if view.cpu_classes or not names:
+        return
+    idle = [_STREAMS] * (built.number(STREAMS, 1) == 1)  # or refused, because the model has no experts
+    idle += [_HIERARCHICAL, _EXPERTS, _GROUP_LOSS, _MTP] * (not built.number("num_moe_experts"))
+    for section, classes in _CLASSES.items():
+        if on(section) and section not in idle:
+            with _refusals((), found):
+                edited(names, ".".join(section), classes)
 
 
 def _of_the_model(view: View, built: Built, on: Callable[[KeyPath], bool], found: Findings) -> None:

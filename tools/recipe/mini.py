@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError
+from plugins.expert_balance.settings import without_moves
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.findings import in_file
@@ -93,8 +94,12 @@ def _shrink_plugins(mini: dict[str, Any]) -> None:
     """Remove what is longer than the mini recipe; record the loads of experts (all on one worker), and move none."""
     plugins = mini.get("plugins") or {}
     plugins.pop("batch_ramp", None)
-    if isinstance(plugins.get("expert_balance"), dict) and mini["parallel_config"]["expert_parallel"] == 1:
-        plugins["expert_balance"]["every"] = 0
+    balance, spread = plugins.get("expert_balance"), mini["parallel_config"]["expert_parallel"]
+    if isinstance(balance, dict) and spread == 1:
+        plugins["expert_balance"] = without_moves(balance)
+    elif isinstance(balance, dict) and type(balance.get("spare")) is int:
+        experts = mini["model"]["model_config"].get("n_routed_experts") or 0
+        balance["spare"] = min(balance["spare"], experts - experts // spread)
 
 
 def _cut_fewer_samples(mini: dict[str, Any]) -> None:
@@ -160,6 +165,8 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     if model["model_type"] == LATENT:
         model["first_k_dense_replace"] = dense
         model["num_hidden_layers"] = dense + 1
+    elif model.get("first_k_dense_replace"):  # a dense model does not read it, but it may not exceed the layers
+        model["first_k_dense_replace"] = dense
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
             model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)

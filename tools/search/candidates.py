@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from plugins.attention_balance.objective import groups_fit
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.hierarchical_ep.plan import MODES
 from tools.check.arithmetic import without_copies
@@ -259,6 +260,9 @@ class _Axes:
             yield "batch: a stage of plugins.batch_ramp cannot be divided, or has too few samples", self._ramps(request)
         if request.whole_sequences:
             yield "ep: holds parts of sequences, and plugins.group_aux_loss needs whole ones", ep % tp == 0
+        if request.whole_ranks:
+            words = "ep: neither whole data-parallel ranks nor a part of one, which plugins.attention_balance needs"
+            yield words, groups_fit(dp, ep, cp * tp)
         whole = (ep > request.node) & (ep % request.node == 0)
         if request.schedule:
             words = f"schedule: {request.schedule} does not run with these stages, chunks and micro-batches"

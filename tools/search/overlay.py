@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
-from plugins.expert_balance.settings import Settings
+from plugins.expert_balance.settings import Settings, without_moves
+from plugins.held_out_loss import plan as held_out_loss
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.pipeline_layout import offset_of
@@ -91,6 +92,8 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
 
 _MOVES, _GROUPED = ("plugins", "expert_balance"), ("plugins", "grouped_gradient")
 _EVERY = (*_MOVES, "every")
+_HELD_OUT, _SEPARATE = ("plugins", "held_out_loss"), ("print_separate_loss",)
+_HELD_SAMPLES = (*_HELD_OUT, "samples")
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
@@ -241,6 +244,7 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
         raise RecipeError(f"no recipe can ask for the schedule {config.schedule}: {reason}")
     values = {**_degrees(view, config), **_pipeline(view, config)}
     values |= {**dispatch_values(view, config, site.node if site else None), **_idle_plugins(view, config)}
+    values |= _held_out(view, config)
     values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
     shared = {other: value for path, value in values.items() for other in shared_paths(recipe, path)[1:]}
@@ -343,9 +347,24 @@ def _idle_plugins(view: View, config: Configuration) -> dict[KeyPath, Any]:
     values: dict[KeyPath, Any] = {}
     balance, _ = Settings.look(view.get(_MOVES))
     if config.ep == 1 and balance is not None and balance.every:
-        values[_EVERY] = 0
+        values[_MOVES] = without_moves(view.get(_MOVES))
     if config.pp == 1 and view.get(_GROUPED) not in (None, False):
         values[_GROUPED] = False
+    return values
+
+
+def _held_out(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Return the keys that `plugins.held_out_loss` needs in `config`: at least the samples of a step, and with
+    micro-batches the loss of the language model apart from other losses.
+    """
+    values: dict[KeyPath, Any] = {}
+    settings, _ = held_out_loss.Settings.look(view.get(_HELD_OUT))
+    if settings is None:
+        return values
+    if settings.samples is not None and settings.samples < config.global_batch:
+        values[_HELD_SAMPLES] = config.global_batch
+    if config.micro_batches > 1 and view.get(_SEPARATE) is False:
+        values[_SEPARATE] = True
     return values
 
 

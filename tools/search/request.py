@@ -42,7 +42,7 @@ PLANNED = "planned"  # by layer, chosen by the pipeline optimiser
 NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "mbs", "m")
 WORDS = {"mode": MODES, "shard": SHARDS, "recompute": (*POLICIES, PLANNED)}
 
-_GROUP_LOSS = ("plugins", "group_aux_loss")
+_GROUP_LOSS, _BALANCE = ("plugins", "group_aux_loss"), ("plugins", "attention_balance")
 _LARGEST = 1_000_000_000
 _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\s*")
@@ -144,6 +144,7 @@ class Request:
     splits: bool = True  # the recipe splits its model over devices; MindFormers accumulates no gradients elsewhere
     ramp: tuple[int, ...] = ()  # samples of a step in each stage of plugins.batch_ramp
     whole_sequences: bool = False  # plugins.group_aux_loss: an EP group must hold all tokens of its sequences
+    whole_ranks: bool = False  # plugins.attention_balance: an EP group is whole data-parallel ranks, or a part of one
     schedule: str = ""  # of every pipeline (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks
     groups: bool = False  # layers may recompute groups of operators as well (`tools.estimate.configuration`)
     # expert_parallel -> load of the fullest device over the mean, in every layer; what is not there has the recipe's
@@ -222,6 +223,7 @@ def request_of(
         splits=view.parallel,
         ramp=tuple(samples for _, samples in view.ramp.stages) if view.parallel else (),
         whole_sequences=bool(base.model.experts) and view.get(_GROUP_LOSS) not in (None, False),
+        whole_ranks=bool(base.model.experts) and view.get(_BALANCE) not in (None, False),
     )
 
 

@@ -117,8 +117,7 @@ OTHER_MODELS = {
     "model.model_config.n_routed_experts=32": [EXPERTS, "is [2048, 128], the recipe's model has [4096, 128]"],
     "model.model_config.hidden_size=64": ["embedding.word_embeddings.weight is [512, 128]", "has [512, 64]", "more"],
     "model.model_config.num_hidden_layers=3": ["no decoder.layers.2.input_layernorm.weight, which the recipe's model"],
-    # the MTP layer after only dense layers is dense, which the table of names does not have: told by its number
-    "model.model_config.num_hidden_layers=1": [" weights, but the recipe's model has "],
+    "model.model_config.num_hidden_layers=1": ["the recipe's model has no decoder.layers.1.input_layernorm.weight;"],
     "model.model_config.num_nextn_predict_layers=0": ["the recipe's model has no mtp.layers.0."],
 }
 

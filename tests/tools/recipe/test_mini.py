@@ -225,6 +225,38 @@ def test_a_dense_mini_with_a_plugin_for_experts_is_refused_as_the_recipe_is():
     assert "plugins.hierarchical_ep: the model has no experts; leave the plugin out" in str(error)
 
 
+@pytest.mark.parametrize(
+    "section, wanted",
+    [
+        ({"every": 7, "spare": 1}, {"every": 0, "spare": 0}),
+        ({"every": 7, "routers": False}, {"every": 0, "routers": False}),
+        ({"every": 7, "record": False, "routers": False}, False),
+    ],
+)
+def test_a_mini_on_one_worker_leaves_off_what_moves_and_copies_experts(section, wanted):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    recipe["plugins"] = {"expert_balance": section}
+    mini = derive_mini(recipe, "corpus")
+    assert mini["plugins"]["expert_balance"] == wanted
+    assert not check_recipe(Recipe(mini)).errors
+
+
+def test_a_dense_mini_has_no_more_dense_layers_than_layers():
+    recipe = load_recipe(DENSE[0])
+    recipe["model"]["model_config"]["first_k_dense_replace"] = 3
+    assert not check_recipe(recipe).errors
+    assert not check_recipe(Recipe(derive_mini(recipe, "corpus"))).errors
+
+
+def test_a_mini_has_no_more_spare_slots_than_other_experts():
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_ep4_balanced.yaml")
+    recipe["model"]["model_config"]["n_routed_experts"] = recipe["callbacks"][1]["expert_num"] = 64
+    recipe["plugins"]["expert_balance"] = {"every": 7, "spare": 20}
+    assert not check_recipe(recipe).errors
+    mini = derive_mini(recipe, "corpus")
+    assert mini["plugins"]["expert_balance"]["spare"] == 12 and not check_recipe(Recipe(mini)).errors
+
+
 @pytest.mark.parametrize("size", ["105b", "438b", "1119b"])
 def test_packed_conversations_stay_so(size):
     recipe = load_recipe(ROOT / f"recipes/telechat3_{size}/finetune_4k.yaml")

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from plugins.errors import CheckpointError
 from plugins.hugging_face_weights.plan import copies
+from tests.launch.resume.test_model import STRANGERS, stranger
 from tests.tools.accuracy.align.cases import sizes
 from tests.tools.accuracy.reference.renew import checksum
 from tests.tools.weights import renew as frozen
 from tools.accuracy.reference.start import initial_weights, nudged
+from tools.checkpoint.stored import kind_of
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import (
@@ -27,6 +30,7 @@ from tools.weights.hugging_face_names import (
     to_mindformers,
 )
 from tools.weights.hugging_face_sizes import Sizes
+from tools.weights.reshard_target import target_of
 
 
 def numbered(model):
@@ -190,11 +194,14 @@ LAYERS = 2
 @pytest.fixture(scope="module")
 def built(forks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
-    worker = ("-m", "tests.tools.weights.built_worker", LAYERS, *(RECIPES / name for name in MODELS))
+    for name in STRANGERS:
+        dump_recipe(stranger(name), folder / f"{name}.yaml")
+    files = [*(RECIPES / name for name in MODELS), *(folder / f"{name}.yaml" for name in STRANGERS)]
+    worker = ("-m", "tests.tools.weights.built_worker", LAYERS, *files)
     done = forks.python(*worker, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("built: ") for line in done.stdout.splitlines() if line.startswith("built: ")]
-    return dict(zip(MODELS, map(json.loads, lines), strict=True))
+    return dict(zip((*MODELS, *STRANGERS), map(json.loads, lines), strict=True))
 
 
 @pytest.mark.slow
@@ -204,3 +211,13 @@ def test_every_parameter_has_its_row(built, name):
     model = replace(model, hf={**model.hf, "num_hidden_layers": LAYERS})
     found = {key: tuple(shape) for key, shape in built[name].items() if not key.endswith(STATE)}
     assert found == {entry.mindformers: entry.shape for entry in table(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRANGERS)
+def test_names_of_a_model_that_is_not_converted_are_known_too(built, name):
+    """A resume compares them with the checkpoint."""
+    recipe = stranger(name)
+    recipe["model"]["model_config"]["num_hidden_layers"] = LAYERS
+    found = {key: tuple(shape) for key, shape in built[name].items() if kind_of(key) == "weights"}
+    assert found == {key: placed.shape for key, placed in target_of(recipe).weights.items()}

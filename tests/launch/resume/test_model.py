@@ -1,0 +1,86 @@
+"""These tests compare a checkpoint with models that nothing converts to Hugging Face: experts in every second layer or
+without a shared expert, and grouped queries with norms or biases. Adapters are compared with their recipe, too.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from launch.resume.checkpoints import check_data_order
+from launch.resume.model import check_load_path, check_model
+from plugins.errors import CheckpointError
+from tests.tools.checkpoint.saved import Saved
+from tests.tools.test_model import VARIANTS, variant
+from tests.training.runs import ROOT
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.weights.reshard_target import target_of
+
+STRANGERS = [
+    *("every second layer", "gate of the shared expert", "no shared expert, but its width"),
+    *("grouped, biases", "grouped, normed queries", "grouped, no gate"),
+]
+
+
+def stranger(name):
+    """Return the recipe of a model on one device."""
+    recipe = variant(*VARIANTS[name])
+    recipe["parallel_config"] |= dict.fromkeys(
+        ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel"), 1
+    )
+    recipe["recompute_config"] = {"recompute": False}  # counts of layers are those of the pipeline
+    return recipe
+
+
+def saved(folder, recipe, states=("adam_m", "adam_v")):
+    """Write what one rank saves of a recipe's model, with all values zero."""
+    checkpoint, target = Saved(folder, 1), target_of(recipe)
+    for name, placed in target.weights.items():
+        for each in (name, *(f"{state}.{name}" for state in states)):
+            kind = "model" if each == name else "opt"
+            checkpoint.put(each, np.zeros(placed.shape, np.float32), (1,) * len(placed.shape), [[0]], kind=kind)
+    for name, placed in target.states.items():
+        if name.endswith("expert_bias"):
+            checkpoint.put(name, np.zeros(placed.shape, np.float32), (1,), [[0]])
+    (folder / "common.json").write_text('{"step_num": 4, "global_step": 4, "global_batch_size": 8}')
+    return checkpoint.write()
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_moments_of_a_strangers_model_are_not_begun_anew(tmp_path, name):
+    recipe = stranger(name)
+    check_model(recipe, saved(tmp_path / "whole" / "iteration_00000004", recipe))
+    folder = saved(tmp_path / "without" / "iteration_00000004", recipe, states=["adam_m"])
+    with pytest.raises(CheckpointError, match=r"moments of the optimizer are missing .*: no adam_v\."):
+        check_model(recipe, folder)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_strangers_model_begins_with_no_other_models_weights(tmp_path, name):
+    recipe = stranger(name)
+    folder = saved(tmp_path / "iteration_00000004", recipe)
+    check_load_path(apply_overrides(recipe, [f"checkpoint.load_path={folder}"]))
+    wider = apply_overrides(recipe, [f"checkpoint.load_path={folder}", "model.model_config.intermediate_size=384"])
+    with pytest.raises(CheckpointError, match=r"these are not the weights of the recipe's model: \S+ is \["):
+        check_load_path(wider)
+
+
+@pytest.mark.parametrize("changed, right", [({"alpha": 32.0}, None), ({"alpha": 16.0}, 32), ({}, 32)])
+def test_adapters_go_on_with_the_factor_that_they_were_trained_with(tmp_path, changed, right):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    recipe["checkpoint"]["save_path"] = str(tmp_path / "checkpoint")
+    before, after = ({**recipe, "plugins": {"lora": {"rank": 8, **own}}} for own in ({"alpha": 32}, changed))
+    dump_recipe(before, tmp_path / "recipe.yaml")
+    checkpoint = CheckpointInfo(tmp_path / "checkpoint" / "iteration_00000004", 4)
+    with (
+        nullcontext()
+        if right is None
+        else pytest.raises(
+            CheckpointError,
+            match=rf"lora\.alpha: .* alpha / rank = 4, but .* by 2; write alpha: {right}, or merge .*0004 TO",
+        )
+    ):
+        check_data_order(Recipe(after), tmp_path, checkpoint)
