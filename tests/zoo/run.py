@@ -90,10 +90,10 @@ run was resumed from a checkpoint, it is compared with a run that was not interr
 `python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page.
 `python -m tests.zoo.run NAME` repeats only the fault NAME and keeps the recorded results of all other faults.
 
-A fault counts as caught if `tc3 accuracy diagnose` reports any difference between the two runs. The author of each
-fault wrote down the stage of the comparison (such as `forward` or `update`) and the module of the model that `diagnose`
-should name. A fault counts as named right if the first printed difference has this stage and this module. What this
-page calls rules are the rules by which `diagnose` finds and names differences.
+A fault counts as caught if `tc3 accuracy diagnose` reports any difference between the faulty run and the run with which
+it is compared. The author of each fault wrote down the stage of the comparison (such as `forward` or `update`) and the
+module of the model that `diagnose` should name. A fault counts as named right if the first printed difference has this
+stage and this module. What this page calls rules are the rules by which `diagnose` finds and names differences.
 
 """
 WORKED = """
@@ -114,9 +114,10 @@ With the option `--all`, `diagnose` also lists the later differences of the two 
 weights or moments comes before these differences, so the resumed run loaded data, weights and moments correctly, but
 not the optimizer's step counter. The step counter is `global_step` of MindSpore's `Optimizer`; the learning-rate
 schedule and AdamW's bias correction read this counter. The fault of the example must therefore lie in the code that
-loads a checkpoint into the optimizer. The fault was indeed inserted there: `dim_5` in `tests/zoo/unseen.py` sets the
-optimizer's step counter to 0. A resume of DiM-DiffusionMamba had the same reported fault: it loaded the model, but the
-learning rate started from the beginning. For `diagnose`, comparing two recorded runs takes a second of processor time.
+loads a checkpoint into the optimizer. The fault of the example was inserted by `dim_5` in `tests/zoo/unseen.py`, which
+sets the optimizer's step counter to 0 at the resume. The same fault was reported for DiM-DiffusionMamba, where a resume
+loaded the model, but the learning rate started from the beginning. To compare two recorded runs, `diagnose` takes a
+second of processor time.
 
 """
 HEADING = {
@@ -126,40 +127,40 @@ HEADING = {
 }
 ABOUT = {
     "public": """The author of the 13 faults of this table had read this page, but not the rules of
-`tc3 accuracy diagnose`. The author wrote the 13 faults as public threads describe them, with the stage and the module
-that `diagnose` should name for each fault. The 13 faults were committed to the repository before `diagnose` had been
-run on any of them. In seven of the 13 faulty runs the first training step is still correct, and five of the 13 faulty
-runs are sharded or data-parallel runs.
+`tc3 accuracy diagnose`. The author wrote the 13 faults as public threads describe them, and wrote down for each fault
+the stage and the module that `diagnose` should name. The 13 faults were committed to the repository before `diagnose`
+had been run on any of them. In seven of the 13 faulty runs the first training step is still correct, and five of the 13
+faulty runs are sharded or data-parallel runs.
 
 Two of the 13 faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training a second time and in a
-different way, after a first run and after the rules of `diagnose` had been read. The first versions of Megatron-Bridge
-#5840 and Modalities #426 overwrote the weights when the training began, which is earlier than in the real faults. For
-Megatron-Bridge #5840 and Modalities #426, the column "first try" holds the result of the second version; the expected
-stage and module were written down before the first version was run. After these runs the rules of `diagnose` were
-changed because of three of the 13 faults that were caught, but not named right. By the changed rules, the weights from
-which a sharded run starts are read after a first step with a learning rate of 0, and norms inside attention belong to
-the module attention.
+different way, after a first run and after the rules of `diagnose` had been read. The first version of the two faults
+that were inserted twice overwrote the weights when the training began, which is earlier than in the real faults. The
+column "first try" holds for Megatron-Bridge #5840 and Modalities #426 the result of the second version; the expected
+stage and module were written down before the first version was run. After the 13 faults had been run, the rules of
+`diagnose` were changed because of three of the 13 faults that were caught, but not named right. By the changed rules,
+the weights from which a sharded run starts are read after a first step with a learning rate of 0, and norms inside
+attention belong to the module attention.
 """,
     "unseen": """The author of the 25 faults of this table had read the rules of `tc3 accuracy diagnose`, and wrote down
-for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
-before `diagnose` had been run on any of them. After the first runs of these 25 faults the rules of `diagnose` were
-changed because of them. For faults in how the model is built, the stage `configuration` was then accepted as right,
-too. The last column of the table of the 25 faults holds the results with the changed rules, so this column does not
-show how well `diagnose` finds new faults.
+for each fault the stage and the module that `diagnose` should name. The 25 earlier faults were committed to the
+repository before `diagnose` had been run on any of them. After the first runs of the 25 earlier faults, the rules of
+`diagnose` were changed because of the results. For faults in how the model is built, the stage `configuration` was
+accepted as right from then on. The last column of the table of the 25 faults holds the results with the changed rules,
+so this column does not show how well `diagnose` finds new faults.
 
-Of the 25 faults, the two faults in pipelines (pp2) were run last. At that time `diagnose` also gave a false alarm for a
-pipeline without a fault: a router's auxiliary loss of 0 / 0. For both faults in pipelines, `diagnose` named this false
-alarm first. After the runs of the two faults in pipelines, three false alarms of `diagnose` in pipelines were removed:
-the auxiliary loss of 0 / 0, the counters of routers that a pipeline stage does not use, and loads of experts that were
-summed over micro-batches.
+Of the 25 faults, the two faults in pipelines (pp2) were run last. When the two faults in pipelines were run, `diagnose`
+also gave a false alarm for a pipeline without a fault: a router's auxiliary loss of 0 / 0. For both faults in
+pipelines, `diagnose` named the auxiliary loss of 0 / 0 first, and not the fault. After the runs of the two faults in
+pipelines, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, the counters of
+routers that a pipeline stage does not use, and loads of experts that were summed over micro-batches.
 """,
     "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the rules of
-the command because of these faults. For six of the first ten faults, `diagnose` caught the fault at the first run, but
-named a wrong stage or module. In these six cases `diagnose` named a difference by rounding that came before the fault,
-routers' biases under the stage `update`, or a router's loss before the decoder's loss. After the first run of these ten
-faults the rules of `diagnose` were corrected. One fault (torchtitan #4054) was first inserted into a class that the
-mini recipe does not use, so this fault changed nothing in the run. For a fault that belongs to no module, only the
-stage that `diagnose` named was judged.
+the command because of these faults. For six of the first ten faults that its author wrote, `diagnose` caught the fault
+at the first run, but named a wrong stage or module. For the six faults that were named wrong, `diagnose` named a
+difference by rounding that came before the fault, routers' biases under the stage `update`, or a router's loss before
+the decoder's loss. After the first run of the first ten faults, the rules of `diagnose` were corrected. One fault
+(torchtitan #4054) was first inserted into a class that the mini recipe does not use, so this fault changed nothing in
+the run. For a fault that belongs to no module, only the stage that `diagnose` named was judged.
 """,
 }
 LAYOUTS_TOLD = (
