@@ -92,8 +92,9 @@ run was resumed from a checkpoint, it is compared with a run that was not interr
 
 A fault counts as caught if `tc3 accuracy diagnose` reports any difference between the faulty run and the run with which
 it is compared. The author of each fault wrote down the stage of the comparison (such as `forward` or `update`) and the
-module of the model that `diagnose` should name. A fault counts as named right if the first printed difference has this
-stage and this module. What this page calls rules are the rules by which `diagnose` finds and names differences.
+module of the model that `diagnose` should name. A fault counts as named right if the first difference that `diagnose`
+prints has the stage and the module that the author of the fault wrote down. What this page calls rules are the rules by
+which `diagnose` finds and names differences.
 
 """
 WORKED = """
