@@ -80,39 +80,45 @@ CLEAN = {
 RESULTS = Path(__file__).with_name("results.json")  # what was said last of each run, and first of a fault
 HEAD = """# The bug zoo: faults of others, and what `tc3 accuracy diagnose` says
 
-Each fault on this page makes a training wrong without an error. The faults occurred in public frameworks or in this
-repository, or were invented for this page, modelled on real faults. `tests/zoo` inserts each fault into the mini
-recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU processes. `tc3 accuracy diagnose`
-compares the faulty run with a run without the fault, and is not told which fault was inserted. A run of two processes
-is compared with one process of the same model, and a resumed run with the run that it continues.
+Each fault on this page makes a training compute wrong values, but raises no error. Some faults occurred in public
+frameworks or in this repository, and some were invented for this page after the example of real faults. `tests/zoo`
+inserts each fault into the mini recipe `tests/training/tiny.yaml`, which then trains for six steps on one or two CPU
+processes. `tc3 accuracy diagnose` compares the faulty run with a run without the fault, and is not told which fault was
+inserted. If the faulty run has two processes, it is compared with a run of the same model on one process. If the faulty
+run was resumed from a checkpoint, it is compared with a run that was not interrupted.
 
 `python -m tests.zoo.run` repeats the runs and comparisons of all faults and writes this page.
 `python -m tests.zoo.run NAME` repeats only the fault NAME and keeps the recorded results of all other faults.
 
-A fault counts as caught if `tc3 accuracy diagnose` reports any finding. A fault counts as named if the first printed
-finding has the stage of the comparison and the module that were expected, and written down, when the fault was written.
-The rules that this page mentions are those by which `diagnose` finds and names differences.
+A fault counts as caught if `tc3 accuracy diagnose` reports any difference between the faulty run and the run with which
+it is compared. The author of each fault wrote down the stage of the comparison (such as `forward` or `update`) and the
+module of the model that `diagnose` should name. A fault counts as named right if the first difference that `diagnose`
+prints has the stage and the module that the author of the fault wrote down. What this page calls rules are the rules by
+which `diagnose` finds and names differences.
 
 """
 WORKED = """
 ## From a wrong curve to the line
 
-In this example a run was resumed from step 2. At step 4 the loss of the resumed run is 6.2681, and the loss of the
-uninterrupted run is 6.2697. The resumed and the uninterrupted run of the example were trained with
-`plugins.step_record`. `tc3 accuracy diagnose A B`, with the uninterrupted run first, prints this difference:
+The example of this section is a run that was resumed from step 2 with a fault. At step 4 the loss of the resumed run is
+6.2681, but the loss of the same run without an interruption is 6.2697. Both runs of the example recorded their steps by
+`plugins.step_record`. `tc3 accuracy diagnose A B`, where A is the uninterrupted run and B the resumed run, prints this
+difference:
 
 ```text
 -> step 2, resume, global_step, ranks 0: global_step: norm 2 and 0
    usually: the save left it out, the resume did not load it, or it was loaded into another part
 ```
 
-The option `--all` of `diagnose` also lists the consequences: from step 3 on the learning rate (0.0015 and 0) and the
-update of every weight differ, and from step 4 on the losses differ. The resume of the example therefore loaded data,
-weights and moments, but not the step counter of the optimizer. The step counter is `global_step` of MindSpore's
-`Optimizer`; the learning-rate schedule and AdamW's bias correction read it. The fault of the example must therefore lie
-in the code that loads a checkpoint into the optimizer. The line of `dim_5` in `tests/zoo/unseen.py` sets the
-optimizer's counter to 0, as in a reported fault of DiM-DiffusionMamba: the model is loaded, but the learning rate
-starts from the beginning. Comparing two recorded runs takes a second of processor time.
+With the option `--all`, `diagnose` also lists the later differences of the two runs: from step 3 on the learning rate
+(0.0015 and 0) and the update of every weight differ, and from step 4 on the losses differ. No difference in data,
+weights or moments comes before these differences, so the resumed run loaded data, weights and moments correctly, but
+not the optimizer's step counter. The step counter is `global_step` of MindSpore's `Optimizer`; the learning-rate
+schedule and AdamW's bias correction read this counter. The fault of the example must therefore lie in the code that
+loads a checkpoint into the optimizer. The fault of the example was inserted by `dim_5` in `tests/zoo/unseen.py`, which
+sets the optimizer's step counter to 0 at the resume. The same fault was reported for DiM-DiffusionMamba, where a resume
+loaded the model, but the learning rate started from the beginning. To compare two recorded runs, `diagnose` takes a
+second of processor time.
 
 """
 HEADING = {
@@ -121,36 +127,41 @@ HEADING = {
     "known": "## Faults that were used to make the rules",
 }
 ABOUT = {
-    "public": """Somebody who had read this page, but not the rules of `tc3 accuracy diagnose`, wrote the 13 faults of
-this table as public threads describe them, and wrote down for each fault the stage and the module that `diagnose`
-should name. The 13 faults were committed to the repository before `diagnose` had been run on any of them. With seven of
-the 13 faults the first step is still correct, and five of the 13 faults are in sharded or data-parallel runs.
+    "public": """The author of the 13 faults of this table had read this page, but not the rules of
+`tc3 accuracy diagnose`. The author wrote the 13 faults as public threads describe them, and wrote down for each fault
+the stage and the module that `diagnose` should name. The 13 faults were committed to the repository before `diagnose`
+had been run on any of them. In seven of the 13 faulty runs the first training step is still correct, and five of the 13
+faulty runs are sharded or data-parallel runs.
 
-Two faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training in another way after their first run
-and after the rules of `diagnose` had been read. The first insertion of Megatron-Bridge #5840 and Modalities #426
-overwrote the weights when the training began, that is, earlier than the real faults do. For Megatron-Bridge #5840 and
-Modalities #426, the column "first try" holds the result of the second run; the expected stage and module were written
-down before the first run. After the second run the rules of `diagnose` were changed because of three faults that were
-caught but not named: the weights from which a sharded run starts are now read after a first step whose learning rate is
-0, and norms inside attention now belong to attention.
+Two of the 13 faults (Megatron-Bridge #5840, Modalities #426) were inserted into the training a second time and in a
+different way, after a first run and after the rules of `diagnose` had been read. The first version of the two faults
+that were inserted twice overwrote the weights when the training began, which is earlier than in the real faults. The
+column "first try" holds for Megatron-Bridge #5840 and Modalities #426 the result of the second version; the expected
+stage and module were written down before the first version was run. After the 13 faults had been run, the rules of
+`diagnose` were changed because of three of the 13 faults that were caught, but not named right. By the changed rules,
+the weights from which a sharded run starts are read after a first step with a learning rate of 0, and norms inside
+attention belong to the module attention.
 """,
-    "unseen": """Somebody who had read the rules of `tc3 accuracy diagnose` wrote the 25 earlier faults, and wrote down
-for each fault the stage and the module that `diagnose` should name. The 25 faults were committed to the repository
-before `diagnose` had been run on any of them. Afterwards the rules of `diagnose` were changed because of the 25 faults,
-and the stage `configuration` was accepted as right for faults in how the model is built. The last column of the table
-holds the results of the changed rules, so it does not show how well `diagnose` finds new faults.
+    "unseen": """The author of the 25 faults of this table had read the rules of `tc3 accuracy diagnose`, and wrote down
+for each fault the stage and the module that `diagnose` should name. The 25 earlier faults were committed to the
+repository before `diagnose` had been run on any of them. After the first runs of the 25 earlier faults, the rules of
+`diagnose` were changed because of the results. For faults in how the model is built, the stage `configuration` was
+accepted as right from then on. The last column of the table of the 25 faults holds the results with the changed rules,
+so this column does not show how well `diagnose` finds new faults.
 
-The two faults in pipelines (pp2) were run last. When these two faults were run, `diagnose` also reported
-an auxiliary loss of 0 / 0 in a pipeline without a fault, and named this loss first for both faults, too. After the runs
-of the two faults in pipelines, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0,
-counters of routers that a stage does not use, and loads that were summed over micro-batches.
+Of the 25 faults, the two faults in pipelines (pp2) were run last. When the two faults in pipelines were run, `diagnose`
+also gave a false alarm for a pipeline without a fault: a router's auxiliary loss of 0 / 0. For both faults in
+pipelines, `diagnose` named the auxiliary loss of 0 / 0 first, and not the fault. After the runs of the two faults in
+pipelines, three false alarms of `diagnose` in pipelines were removed: the auxiliary loss of 0 / 0, the counters of
+routers that a pipeline stage does not use, and loads of experts that were summed over micro-batches.
 """,
-    "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the command
-because of these faults. For six of the first ten faults, `diagnose` caught the fault at the first run, but named
-another stage or module: a difference by rounding that came before the fault, routers' biases under the stage `update`,
-or a router's loss before the decoder's loss. After the first run of these ten faults the rules of `diagnose` were
-corrected. One fault (torchtitan #4054) was first inserted into a class that the mini recipe does not use, so it changed
-nothing. If a fault belongs to no module, only the stage was judged.
+    "known": """The author of `tc3 accuracy diagnose` also wrote the faults of this table, and corrected the rules of
+the command because of these faults. For six of the first ten faults that its author wrote, `diagnose` caught the fault
+at the first run, but named a wrong stage or module. For the six faults that were named wrong, `diagnose` named a
+difference by rounding that came before the fault, routers' biases under the stage `update`, or a router's loss before
+the decoder's loss. After the first run of the first ten faults, the rules of `diagnose` were corrected. One fault
+(torchtitan #4054) was first inserted into a class that the mini recipe does not use, so this fault changed nothing in
+the run. For a fault that belongs to no module, only the stage that `diagnose` named was judged.
 """,
 }
 LAYOUTS_TOLD = (
