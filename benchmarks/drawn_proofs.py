@@ -109,7 +109,8 @@ class Drawn:
                 for node in (node for nodes in graph.graphs.values() for node in nodes if _is(node, kind, known)):
                     _plant(node, kind, result, known)
             graphs[stage], peers[stage], results[stage] = faulty, dict(zip(peers[stage], others, strict=True)), result
-        judged = [_judged(result, graph, self.per) for result, graph in zip(results, graphs, strict=True)]
+        devices = self.per * len(results)  # the global norm adds squares over the ranks of all stages
+        judged = [_judged(result, graph, devices) for result, graph in zip(results, graphs, strict=True)]
         mesh = self.read.mesh
         made = [partial(typing_of, *each[:2], mesh, each[2]) for each in zip(judged, graphs, peers, strict=True)]
         typings, differ = type_stages(made)

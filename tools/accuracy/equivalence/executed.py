@@ -16,9 +16,10 @@ wrongly counted load of one or two experts of each router would look the same.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,8 +248,8 @@ class ExecutedRuns(Runs):
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     """Train a recipe that `derive_sharded` has made, return the results that its checkpoints and metrics hold, and
-    delete the checkpoints. If `noted` is the name of a weight, the last rank also records the norm of its own gradient
-    of this weight, because no checkpoint holds that gradient.
+    delete the checkpoints. If `noted` is the name of a weight, each rank also records the norm of its own gradient of
+    this weight, because no checkpoint holds the gradient of the last stage's copy.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
@@ -267,7 +268,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
     if noted and len(run.shares) != len(run.steps):
-        wrong = f"the last rank did not record the gradient of {noted} in some steps"
+        wrong = f"a rank of the last stage did not record the gradient of {noted} in some steps"
         raise DataError(f"{run_dir / NOTES}: {wrong}; train again")
     shutil.rmtree(checkpoints)
     return run
@@ -311,11 +312,19 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
                 wrong[name] = ranks
         for name, ranks in (whole.differing | wrong).items():
             differing.setdefault(name, ranks)
-    noted = run_dir / NOTES / f"gradient_rank_{view.devices - 1}.json"
-    shares = json.loads(noted.read_text()) if noted.exists() else []
+    shares = _shares(run_dir, range(view.devices - view.devices // view.pp, view.devices))
     given = read_samples(run_dir, view.devices, len(steps))
     held_out = {int(step): loss for step, loss in read_held_out(run_dir).items()}  # the batch of this run never changes
     return Trained(view.devices, steps, given, record.norms, record.state(), differing, shares, held_out)
+
+
+def _shares(run_dir: Path, ranks: Iterable[int]) -> list[float]:
+    """Return by step the norm of the gradient of a weight's copy that the ranks of the last stage recorded, as the
+    global norm counts it: each rank adds the square of its own gradient. Steps that a rank did not record are left out.
+    """
+    files = [run_dir / NOTES / f"gradient_rank_{rank}.json" for rank in ranks]
+    own = [json.loads(file.read_text()) if file.exists() else [] for file in files]
+    return [math.hypot(*each) for each in zip(*own, strict=False)]
 
 
 def _in_order(folder: Path) -> Whole:

@@ -256,10 +256,11 @@ def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
 
 
 def mtp_in_a_pipeline(step, saved, metrics):
-    """The last stage has noted its share of the embedding's gradient, which counts once more."""
-    shares = saved.folder.parents[1] / "equivalence/gradient_rank_1.json"
-    shares.parent.mkdir(exist_ok=True)
-    shares.write_text(json.dumps([0.02] * step))
+    """The ranks of the last stage have noted their own gradients of the embedding, which count once more."""
+    noted = saved.folder.parents[1] / "equivalence"
+    noted.mkdir(exist_ok=True)
+    for rank, own in enumerate((0.016, 0.012)):
+        (noted / f"gradient_rank_{rank}.json").write_text(json.dumps([own] * step))
     metrics[-1]["global_norm"] = float(np.hypot(metrics[-1]["global_norm"], 0.02))
     metrics[-1]["load_balancing_loss"] = float("nan")  # 0/0: plugins/finite_loss/plan.py
 
@@ -327,18 +328,36 @@ def test_checkpoints_are_deleted_when_they_were_read(monkeypatch, tmp_path):
     assert len(run.steps) == 3 and not (tmp_path / "two/checkpoint").exists()
 
 
-def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_path):
+def test_the_last_stage_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_path):
     def launch(recipe, run_dir):
         write(run_dir, WORKERS, mtp_in_a_pipeline if "callbacks" in seen else None)
         seen.update(recipe)
 
     seen = {}
     monkeypatch.setattr(executed, "launch", launch)
-    with pytest.raises(DataError, match="the last rank did not record the gradient of embedding"):
+    with pytest.raises(DataError, match="a rank of the last stage did not record the gradient of embedding"):
         executed.execute(RECIPE | {"callbacks": []}, tmp_path / "none", EMBEDDING)
     (callback,) = seen["callbacks"]
     assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING
-    assert executed.execute(RECIPE | {"callbacks": []}, tmp_path / "two", EMBEDDING).shares == [0.02] * 3
+    assert executed.execute(RECIPE | {"callbacks": []}, tmp_path / "two", EMBEDDING).shares == pytest.approx([0.02] * 3)
+
+
+def test_each_rank_of_the_last_stage_adds_its_own_gradient_to_the_global_norm(monkeypatch, tmp_path):
+    """Executed with dp2 pp2: the global norm of step 1 was 1.05223238, and that of one process 1.04910016."""
+    own = {2: 0.05752956246186909, 3: 0.057203334240520896}
+
+    def launch(recipe, run_dir):
+        write(run_dir, 4)
+        (run_dir / "metrics/rank_0.jsonl").rename(run_dir / "metrics/rank_3.jsonl")
+        (run_dir / "equivalence").mkdir()
+        for rank in range(4):
+            file = run_dir / f"equivalence/gradient_rank_{rank}.json"
+            file.write_text(json.dumps([own.get(rank, 0.6155)] * 3))
+
+    monkeypatch.setattr(executed, "launch", launch)
+    recipe = RECIPE | {"callbacks": [], "parallel_config": {"data_parallel": 2, "pipeline_stage": 2}}
+    (share, *_) = executed.execute(recipe, tmp_path / "four", EMBEDDING).shares
+    assert np.hypot(1.0491001605987549, share) == pytest.approx(1.0522323846817017, rel=5e-6)
 
 
 def test_a_gradient_of_muon_is_read_off_its_moment():
