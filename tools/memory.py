@@ -72,8 +72,8 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Return whether a predicted peak fits into the memory that the job may use; the answer may be unknown because of
-    the memory model's known error.
+    """Return whether a predicted peak fits into the memory that the job may use. The answer is unknown if the peak is
+    closer to this memory than the error of the memory model.
     """
     return fit_between(peak, peak, room.cap, room.bytes)
 

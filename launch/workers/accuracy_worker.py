@@ -29,7 +29,10 @@ DEBUGGER = "msprobe_debugger"
 @click.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="Train this recipe.")
 @click.option(
-    "--run-dir", required=True, type=click.Path(path_type=Path), help="Write this run and its dump into this folder."
+    "--run-dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Write the run's files, and the dump of its tensors, into this folder.",
 )
 @click.option(
     "--level",

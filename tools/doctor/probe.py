@@ -334,7 +334,8 @@ def _start(seat: Seat, folder: str) -> dict[str, Any]:
 
 
 def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options --probe (`wants_probe`) and --workers to a command."""
+    """Add the options --probe and --workers to a command; the command gets the value of --probe as the argument
+    `wants_probe`."""
     workers = click.option(
         "--workers",
         type=int,

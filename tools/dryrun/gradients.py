@@ -403,8 +403,8 @@ class _Walk:
         return frozenset(way for ways in parts for way in ways)
 
     def arithmetic(self, graph: str, node: Node, arguments: list[str]) -> frozenset[Way]:
-        """Return the gradient's paths through an addition or a multiplication. The paths go only through arguments with
-        as many elements as the result.
+        """Return the ways in which gradients reach the result of an addition or a multiplication. Only arguments with
+        as many elements as the result are followed.
         """
         if node.op in SCALED and any(re.search(r"value=0\)$", argument) for argument in arguments):
             return frozenset((Way((), ""),))

@@ -366,8 +366,8 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether the value of a recompute key holds lists with a number for each stage, which are valid only for
-    one number of pipeline stages and chunks.
+    """Return whether the value of a recompute key holds lists with a number of layers for each pipeline stage. A list
+    fits only layouts with as many stages and chunks as the list has numbers.
     """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))

@@ -306,7 +306,9 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
                 f"{place}: tokens: this line {not_json(error)}; delete it if it is only half a line"
             ) from None
         if not isinstance(content, dict) or "tokens" not in content:
-            raise DataError(f"{place}: tokens: the key is missing; write a list of counts for each MoE layer")
+            raise DataError(
+                f"{place}: tokens: the key is missing; write, for each MoE layer, a list of the tokens of each expert"
+            )
         rows.append(_json_row(place, content, len(rows) + 1))
     return rows
 

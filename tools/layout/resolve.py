@@ -103,10 +103,10 @@ def write_sample_cost(recipe: Recipe) -> None:
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
-    """Copy the costs per token and query-key pair from `first`, the recipe with which the run began, to the present
-    recipe (in place). Return a line of text if the copied costs differ from the costs that the present recipe would
-    have. A recipe that states measured costs keeps them, and a recipe without `plugins.attention_balance` gets no
-    costs.
+    """Copy the cost of a token and of a query-key pair, by which `plugins.attention_balance` orders samples, from
+    `first` (the recipe with which the run began) to `recipe`, in place. Return a note for the user if the copied costs
+    differ from those that `recipe` had. A recipe that states measured costs keeps them, and a recipe without
+    `plugins.attention_balance` gets no costs.
     """
     mine, theirs = look(recipe, SECTION), look(first, SECTION)
     if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:

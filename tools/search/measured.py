@@ -149,7 +149,7 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
-    help="Write the calibrated cluster to this file.",
+    help="Write the cluster file with the fitted efficiencies here.",
 )
 @click.option("--force", is_flag=True, help="Overwrite the file that --out names if it exists.")
 @json_option

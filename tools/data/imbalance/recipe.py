@@ -88,8 +88,8 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Return the values of a recipe that determine how evenly its data load the devices. The corpus PREFIX.bin/.idx is
-    taken as the recipe's only corpus.
+    """Return the settings of a recipe that determine how evenly the work of attention is distributed over devices. The
+    corpus PREFIX.bin/.idx is taken as the recipe's only corpus.
 
     Args:
         window: the number of consecutive global batches among which the plan may exchange samples; None for the value
