@@ -7,7 +7,8 @@ The layouts are those of `tc3 accuracy equivalence --draws`. Each layout is firs
 fault and compared with one process, and the graphs of all of its stages are typed. Then a fault is drawn: on all ranks
 of a pipeline stage, all AllReduces or ReduceScatters of one kind are left out, or all AllGathers of one kind join their
 pieces in the reverse order. Collectives are of one kind if they have the same operator, shape, and distances between
-the ranks of the group. The layout is executed again with the fault, and the same fault is planted in the graphs. The
+the ranks of the group. The layout is executed again with the fault in each step (and without evaluations on held-out
+data, which call collectives, too), and the same fault is planted in the graphs. The
 proof should report a violation if and only if the run differs from one process. A line for each run tells both, and the
 exit code is 1 if a run differs and nothing is reported of its graphs, or the reverse. If weights only become unknown,
 the two do not agree. A fault after which the global norm counts fewer weights once is told as a violation, although
@@ -20,9 +21,8 @@ import json
 import os
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -177,15 +177,15 @@ def calls_of(run_dir: Path, rank: int) -> list[CallRecord]:
     return [CallRecord(op, tuple(ranks), size, tuple(shape), *rest) for op, ranks, size, shape, *rest in calls]
 
 
-def words_of(run_dir: Path, kind: Kind, ranks: Sequence[int]) -> str:
-    """Return the value of TC3_COLLECTIVES_TEST that puts a fault into all collectives of a kind on these ranks."""
+def words_of(run_dir: Path, kind: Kind, ranks: Sequence[int], steps: int = 1) -> str:
+    """Return the value of TC3_COLLECTIVES_TEST that puts a fault into all collectives of a kind on these ranks, in each
+    of the first `steps` steps. Every step calls the same collectives.
+    """
     words, how = [], OPERATORS[kind.op]
     for rank in ranks:
-        numbers: defaultdict[str, int] = defaultdict(int)
-        for call in calls_of(run_dir, rank):
-            if kind_of(call.op, call.ranks, call.shape) == kind:
-                words.append(f"{how}:{call.op}:{numbers[call.op]}@{rank}")
-            numbers[call.op] += 1
+        calls = [call for call in calls_of(run_dir, rank) if call.op == kind.op]
+        hit = [number for number, call in enumerate(calls) if kind_of(call.op, call.ranks, call.shape) == kind]
+        words += [f"{how}:{kind.op}:{step * len(calls) + number}@{rank}" for step in range(steps) for number in hit]
     return " ".join(words)
 
 
@@ -250,7 +250,7 @@ def main(draws: int, seed: int, most: int, recipe: str, work: Path | None, only:
     if unknown := set(only) - {case.name for case in cases}:
         raise click.BadParameter(f"this seed draws no layout {min(unknown)}; it draws {cases[0].name} and so on", None)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(ExecutedRuns(base, 2, (work or Path(folder)).absolute(), lambda name: None))
+        bench = Bench(ExecutedRuns(base, 3, (work or Path(folder)).absolute(), lambda name: None))
         click.echo("| layout | fault | executed | types | agree |\n|---|---|---|---|---|")
         for case in cases:
             sharding = case.sharding
@@ -277,7 +277,8 @@ def lines(bench: Bench, name: str, sharding: Sharding, numbers: Random) -> Itera
         except LookupError:  # renamed, or merged by the passes for Ascend
             continue
         ranks = range(stage * drawn.per, (stage + 1) * drawn.per)
-        shown = bench.compare(f"{name}_fault", sharding, words_of(run_dir, kind, ranks))
+        words = words_of(run_dir, kind, ranks, bench.runs.steps)
+        shown = bench.compare(f"{name}_fault", replace(sharding, held_out=False), words)  # evaluations call some, too
         yield f"{kind}" + f" in stage {stage}" * (sharding.pp > 1), shown, said
         return
 

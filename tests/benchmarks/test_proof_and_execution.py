@@ -136,7 +136,9 @@ def test_a_fault_of_a_kind_counts_the_calls_of_each_rank(tmp_path):
         calls = [["AllReduce", [rank, rank + 2], 0, shape, "float32"] for shape in shapes]
         file.write_text(json.dumps({"calls": [["AllGather", [rank, rank + 2], 0, (3,), "float32"], *calls]}))
     assert words_of(tmp_path, Kind("AllReduce", (0, 2), (3,)), (0, 1)) == "skip:AllReduce:2@0 skip:AllReduce:0@1"
-    assert words_of(tmp_path, Kind("AllGather", (0, 2), (3,)), (1,)) == "reverse:AllGather:0@1"
+    twice = words_of(tmp_path, Kind("AllGather", (0, 2), (3,)), (1,), steps=2)
+    assert twice == "reverse:AllGather:0@1 reverse:AllGather:1@1"
+    assert words_of(tmp_path, Kind("AllReduce", (0, 2), (3,)), (1,), 2) == "skip:AllReduce:0@1 skip:AllReduce:3@1"
     assert not words_of(tmp_path, Kind("AllReduce", (0, 1), (3,)), (0, 1))
 
 
