@@ -97,7 +97,7 @@ _TC3: dict[str, Way] = {
 # words that make another thing of a command, or want what the folder does not have
 _WORDS = {
     **dict.fromkeys(("--script", "--slurm", "--volcano"), RUN),
-    **dict.fromkeys(("--dry-run", "--against"), RUN),
+    **dict.fromkeys(("--dry-run", "--against", "--list"), RUN),
     "--probe": START,
     "firsthour.zip": Way("by", "tests/launch/firsthour/test_cli.py"),
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
