@@ -222,6 +222,17 @@ def test_an_older_plan_does_not_say_where_another_batch_begins(tmp_path):
     assert Watch(story.folder).look().goodput is None
 
 
+def test_where_attempts_began_does_not_matter_before_the_first_step(tmp_path):
+    """An older version's run that began from a checkpoint of another run: the global batch was said to have changed."""
+    story = Story(tmp_path / "run", 0)
+    story.saved = [(80, 10, 8)]
+    for number in range(3):
+        story.attempt(3 * (number == 2), 8)
+        file = attempts.folder_of(story.folder, number) / attempts.PLAN
+        attempts.write(file, replace(story.plan, start=None, batch=0))
+        assert study(story.folder).notes == []
+
+
 def test_an_attempt_whose_recipe_is_gone_is_not_guessed_at(tmp_path):
     story = changed(tmp_path / "run")
     attempts.recipe_file(story.folder, story.plan).unlink()
