@@ -29,7 +29,7 @@ def edited(architectures: Any, plugin: str, classes: Mapping[str, str]) -> list[
     """
     known = {**classes, **{ours: ours for ours in classes.values()}}
     names = architectures if isinstance(architectures, (list, tuple)) else [architectures]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
     if unknown:
         raise RecipeError(
             f"{plugin} supports only {' and '.join(classes)}, not {unknown[0]!r}; leave the plugin out, or train a "

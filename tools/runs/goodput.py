@@ -198,13 +198,14 @@ def _cut(run: Run, frames: list[Frame]) -> list[str]:
     """
     unknown: list[int] = []
     earliest = END
+    trained = next((frame.begin for frame in frames if frame.parts), NEVER)  # before it there is no step to train again
     for frame in reversed(frames):
         frame.cut = min([earliest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
         begins = [part.begin for part in frame.parts]
         if not begins and frame.attempt:
             begin = run.begin_of(frame.attempt)
             begins = [] if begin is None else [begin]
-            unknown += [frame.number] if begin is None and frame is not frames[0] else []
+            unknown += [frame.number] if begin is None and frame.begin > trained else []
         earliest = min([earliest, *begins])
     return [
         f"the global batch was changed, and it is unknown after which step attempt {number} began, which made no step; "

@@ -377,9 +377,11 @@ class Run:
         """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
         if (plan := attempt.plan) is None:
             return None
-        tokens = tokens_of(read_recipe(recipe_file(self.folder, plan))) if plan.start is not None else None
-        before = (part.unit for part in self.parts if (part.moment or 0.0) <= plan.time)
-        return begin_of(plan, tokens, before, self.alike)
+        before = {part.unit for part in self.parts if (part.moment or 0.0) <= plan.time}
+        known = begin_of(plan, None, before, self.alike)
+        if known is not None or plan.start is None:  # without reading the recipe: a run may have many such attempts
+            return known
+        return begin_of(plan, tokens_of(read_recipe(recipe_file(self.folder, plan))), before, self.alike)
 
     def unit_at(self, time: float) -> float:
         """Return what a step counts in places at a given time, in seconds since 1970."""

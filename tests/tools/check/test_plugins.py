@@ -56,6 +56,15 @@ def test_what_does_not_go_together_is_named(recipe, change, key, words):
     assert key in found and words in found[key], found
 
 
+@pytest.mark.parametrize("written", [[["TeleChat3MoeForCausalLM"]], {"name": "TeleChat3MoeForCausalLM"}, [None]])
+def test_architectures_that_are_no_names_are_refused(written):
+    """`tc3 check` ended with a TypeError."""
+    recipe = load_recipe(FULL)
+    recipe["model"]["model_config"]["architectures"] = written
+    found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
+    assert "plugins.hierarchical_ep supports only" in found["model.model_config.architectures"]
+
+
 def test_overlap_needs_the_dispatch_that_it_cuts():
     recipe = load_recipe(OVERLAP)
     recipe["plugins"]["hierarchical_ep"] = False

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from plugins.lines import OF, Span, spans_file
 from tests.tools.runs.builders import append, header, step
-from tools.runs import attempts, render
+from tools.runs import attempts, readings, render
 from tools.runs.attempts import End, Plan
 from tools.runs.cli import runs
 from tools.runs.places import END, Numbering, begins_anew, translated
@@ -220,6 +220,30 @@ def test_an_older_plan_does_not_say_where_another_batch_begins(tmp_path):
     assert "unknown after which step attempt 3 began" in " ".join(found.notes)
     assert (found.ledger.kept_steps, found.ledger.lost_steps) == (12, 10)
     assert Watch(story.folder).look().goodput is None
+
+
+def test_where_attempts_began_does_not_matter_before_the_first_step(tmp_path):
+    """An older version's run that began from a checkpoint of another run: the global batch was said to have changed."""
+    story = Story(tmp_path / "run", 0)
+    story.saved = [(80, 10, 8)]
+    for number in range(3):
+        story.attempt(3 * (number == 2), 8)
+        file = attempts.folder_of(story.folder, number) / attempts.PLAN
+        attempts.write(file, replace(story.plan, start=None, batch=0))
+        assert study(story.folder).notes == []
+
+
+def test_the_recipes_of_attempts_are_read_only_where_the_batch_was_changed(tmp_path, monkeypatch):
+    """Each of many attempts that made no step cost the reading of its recipe."""
+    story, read = Story(tmp_path / "run", 0), []
+    monkeypatch.setattr(
+        readings, "recipe_file", lambda folder, plan: read.append(plan) or attempts.recipe_file(folder, plan)
+    )
+    story.attempt(12, 8, saves=4)
+    story.attempt(0, 8), story.attempt(0, 8)
+    assert study(story.folder).ledger.lost_steps == 0 and not read
+    story.attempt(0, 16)
+    assert study(story.folder).ledger.lost_steps == 0 and read == [story.plan]
 
 
 def test_an_attempt_whose_recipe_is_gone_is_not_guessed_at(tmp_path):

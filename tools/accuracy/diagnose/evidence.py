@@ -236,9 +236,11 @@ def read_side(folder: Path) -> Side:
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
     metrics = {rank: readings for rank, (readings, _) in read.items()}
     headers = {rank: lines for rank, (_, lines) in read.items()}
-    limit = max(readings.limit for readings in metrics.values())
+    newest = max(metrics.values(), key=lambda readings: readings.limit)
+    limit, unit = newest.limit, newest.numbering.unit
     for readings in metrics.values():  # records of steps of another batch compare with no other step
-        readings.steps = {step: record for step, record in readings.steps.items() if step > limit}
+        behind = limit > 0 and readings.numbering.unit != unit  # this rank has no step of the newest batch yet
+        readings.steps = {step: record for step, record in readings.steps.items() if step > limit and not behind}
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
@@ -247,8 +249,9 @@ def read_side(folder: Path) -> Side:
         )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step; copy the metrics/ folders of all "
-            "hosts into this folder"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step"
+            f"{' since a resume changed the global batch' * (limit > 0)}; copy the metrics/ folders of all hosts into "
+            "this folder"
         )
     readings = metrics[loss_rank(view)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")

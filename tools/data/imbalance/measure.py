@@ -297,8 +297,9 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
     reporter.start(f"shuffling {len(used):,} documents as the dataset does", 1)
     whole = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
     trained = setting.steps * setting.layout.batch
-    items = trained_items(len(whole), setting.skipped, trained)
-    index = replace(whole, shuffle_index=whole.shuffle_index[items])
+    # without samples to leave out the index is not copied: that takes half as much memory as the index itself
+    items = trained_items(len(whole), setting.skipped, trained) if setting.skipped else None
+    index = whole if items is None else replace(whole, shuffle_index=whole.shuffle_index[items])
     documents = documents_of_samples(index, trained, reporter)
     if setting.room is not None:
         check_fits(documents, setting.room + setting.padding, setting.layout.batch, setting.padding, items)

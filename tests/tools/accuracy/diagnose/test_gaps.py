@@ -51,19 +51,30 @@ def test_attempts_are_no_difference_of_two_runs(tmp_path):
     assert verdict.word == "equal" and not verdict.gaps
 
 
+def resumed(lines):
+    """After step 2 of 8 tokens, which is step 1 of 16, steps 2 and 3 follow."""
+    header, *steps = map(json.loads, lines)
+    again = [{**record, "tokens": 16} for record in steps[1:3]]
+    return [*lines, *(json.dumps(line) + "\n" for line in ({**header, "start_step": 1}, *again))]
+
+
 def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
-    """After step 2 of 8 tokens, which is step 1 of 16, step 2 follows. Steps 1 of both kinds were compared."""
-
-    def resumed(lines):
-        header, *steps = map(json.loads, lines)
-        again = [{**record, "tokens": 16} for record in steps[1:3]]
-        return [*lines, *(json.dumps(line) + "\n" for line in ({**header, "start_step": 1}, *again))]
-
+    """Steps 1 of both kinds were compared."""
     a, b = (Run(tmp_path / name, steps=4).write() for name in "ab")
     side = read_side(edited(b, METRICS, resumed))
     assert sorted(side.steps) == [2, 3] and sorted(side.states) == [2, 3, 4]
     verdict = diagnose(read_side(a), side)
     assert verdict.word != "equal" and "numbered anew from step 2 on" in " ".join(verdict.gaps)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_rank_without_a_step_of_the_newest_batch_is_not_compared_by_older_steps(tmp_path, ahead):
+    """Steps 2 of 8 and of 16 tokens were taken for one step, of which some samples differed."""
+    folder = edited(Run(tmp_path / "run", steps=4, ranks=2).write(), METRICS, resumed, ahead)
+    with pytest.raises(DataError, match=f"rank {1 - ahead} of 2 has not recorded a step since a resume changed the"):
+        read_side(folder)
+    side = read_side(edited(folder, METRICS, resumed, 1 - ahead))
+    assert sorted(side.steps) == sorted(side.samples) == [2, 3]
 
 
 @pytest.mark.parametrize(
