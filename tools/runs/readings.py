@@ -1,5 +1,4 @@
-"""This module reads a run's folder as data: the files that the run writes while it trains. The module needs no
-MindSpore.
+"""This module reads the files that a run writes into its folder while it trains. The module needs no MindSpore.
 
 `read_metrics` and `read_evaluations` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such
 a file while it grows. `load_run` reads everything that reports need: the steps of each start of the workers
@@ -375,13 +374,13 @@ class Run:
 
     def begin_of(self, attempt: Attempt) -> float | None:
         """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
-        if (plan := attempt.plan) is None:
+        if not (plan := attempt.plan):
             return None
         before = {part.unit for part in self.parts if (part.moment or 0.0) <= plan.time}
         known = begin_of(plan, None, before, self.alike)
-        if known is not None or plan.start is None:  # without reading the recipe: a run may have many such attempts
-            return known
-        return begin_of(plan, tokens_of(read_recipe(recipe_file(self.folder, plan))), before, self.alike)
+        if known is None and plan.start is not None:  # only then read the recipe: a run may have many such attempts
+            known = begin_of(plan, tokens_of(read_recipe(recipe_file(self.folder, plan))), before, self.alike)
+        return known
 
     def unit_at(self, time: float) -> float:
         """Return what a step counts in places at a given time, in seconds since 1970."""
