@@ -394,7 +394,7 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Join the recompute options of a layer to one name, such as "select+attention"; return "none" if there are no
+    """Join the names of a layer's recompute options, such as "select+attention"; return "none" for a layer without
     options.
     """
     return "+".join(names) or "none"

@@ -274,8 +274,8 @@ def least_layers(instance: Instance) -> np.ndarray:
 
 def least_sum(table: np.ndarray, slowest: float) -> tuple[float, list[int]] | None:
     """Among all distributions of layers in which no stage has more work than `slowest`, find the distribution with the
-    least total work. Return the total work and the number of layers of each stage; return None if there is no such
-    distribution.
+    least total work. Return the total work and the number of layers of each stage; return None if every distribution
+    has a stage with more work.
     """
     stages, size, _ = table.shape
     best, choices = np.where(np.arange(size) == 0, 0.0, np.inf), []

@@ -198,7 +198,7 @@ def _cut(run: Run, frames: list[Frame]) -> list[str]:
     """
     unknown: list[int] = []
     earliest = END
-    trained = next((frame.begin for frame in frames if frame.parts), NEVER)  # before it there is no step to train again
+    trained = next((frame.begin for frame in frames if frame.parts), NEVER)  # earlier attempts repeat no step
     for frame in reversed(frames):
         frame.cut = min([earliest, *(part.left for part in frame.parts[-1:] if part.left is not None)])
         begins = [part.begin for part in frame.parts]

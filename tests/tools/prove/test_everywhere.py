@@ -82,7 +82,7 @@ def one_graph(tmp_path, lines, given, sizes, more=""):
 
 
 def test_pieces_of_one_element_may_be_parts_of_a_sum_that_the_graph_does_not_show(tmp_path):
-    """A sum over the heads of a rank, or over its samples, is no operator if a rank has one of them."""
+    """If a rank has one head or one sample, the graph has no operator for the sum over heads or samples."""
     t2, t3, total = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (4, 1, 8)>", "AllReduce({}) primitive_attrs: {}"
     heads = [
         node(0, "Load(%para1_x, UMonad[U])", t2, t2),
