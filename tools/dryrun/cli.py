@@ -86,8 +86,8 @@ class Ranks(click.ParamType):
     "--measured",
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
-    help="Subtract the memory that framework and driver use from the memory limit; tc3 firsthour measured this memory "
-    "with RECIPE.",
+    help="Reduce the memory limit by the memory that framework and driver use, as tc3 firsthour measured it with "
+    "RECIPE and wrote it into BUNDLE.zip.",
 )
 @overrides_option
 @jobs_option

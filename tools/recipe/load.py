@@ -439,7 +439,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
     sizes = [size for size in written if type(size) is int]
     if not RANGES["devices"].holds(math.prod(sizes)):
         wrong = f"{' x '.join(map(str, sizes))} = {math.prod(sizes):,} devices are out of range"
-        yield Refusal(("parallel_config",), None, wrong, RANGES["devices"].words)
+        yield Refusal(("parallel_config",), None, wrong, f"{RANGES['devices'].words} as the product of the degrees")
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:

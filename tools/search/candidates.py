@@ -324,7 +324,9 @@ class _Axes:
             yield f"--limit {limit.text}", limit.keeps(numbers)
 
     def columns(self, alive: np.ndarray, batch: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield the pair (vpp, columns) for each vpp; the columns are a table of the remaining candidates."""
+        """Yield (vpp, columns) for each vpp; `columns` holds an array of each value of the candidates with
+        this vpp that no rule has removed.
+        """
         rows = alive.any(axis=-1)
         for index, vpp in enumerate(self.values["vpp"]):
             ep, mbs, mode, shard = np.nonzero(rows[index])

@@ -136,8 +136,8 @@ class OfGroup(click.Command):
     is_flag=True,
     help=(
         "Assign the best strategy's layers to stages a second time, where layers may also swap their activations to "
-        "the host; the swaps' transfer time is counted. The assignment with swapped activations is only simulated, "
-        "and is not written to a file."
+        "the host; the swaps' transfer time is counted. tc3 search only shows the memory and the step time of these "
+        "layers with swaps, and writes no recipe with swaps."
     ),
 )
 @click.option(

@@ -127,7 +127,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 @click.option(
     "--weights",
     "shares",
-    help="Weigh the checkpoints by these shares, which add up to 1, such as 0.5,0.3,0.2.  [default: equal shares]",
+    help="Weight the checkpoints by these shares, which add up to 1, such as 0.5,0.3,0.2.  [default: equal shares]",
 )
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:

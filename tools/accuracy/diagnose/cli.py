@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep the runs that this command trains in this folder, if A or B is a recipe.",
+    help="If A or B is a recipe, keep the run that was trained for it in this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option

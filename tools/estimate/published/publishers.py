@@ -159,7 +159,7 @@ def recomputation(words: str, layers: Table, selective: str) -> Recompute:
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
     """Return the configuration of a row of torchtitan's measurements, derived from the row's layout (such as "FSDP32
-    TP8"), the number of samples of a data-parallel rank, and the technique.
+    TP8"), its local batch size in samples, and its technique (such as "torch.compile + Float8").
     """
     degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
     unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
