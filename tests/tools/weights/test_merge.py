@@ -27,7 +27,7 @@ from tools.weights import average as module
 from tools.weights.average import average
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import to_mindformers
-from tools.weights.merge import plan_merge
+from tools.weights.merge import merge, plan_merge
 from tools.weights.source import open_source
 
 LORA = {"rank": 2, "alpha": 6, "targets": ["self_attention.*"]}
@@ -103,6 +103,24 @@ def test_what_is_refused(tmp_path, recipe):
         plan_merge(source, more, 10**9)
     with pytest.raises(CheckpointError, match=r"only checkpoints of runs .* have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)
+
+
+def test_adapters_are_averaged_only_after_they_are_merged(tmp_path, recipe):
+    """The mean of products B A is not the product of the means."""
+    sources, wholes, weights = [], [], []
+    for seed in (5, 6):
+        checkpoint, whole = adapted(tmp_path / str(seed), recipe, seed)
+        sources.append(open_source(checkpoint))
+        wholes.append(whole)
+        merge(sources[-1], tmp_path / f"merged_{seed}", plan_merge(sources[-1], recipe, 10**9))
+        weights.append(open_source(tmp_path / f"merged_{seed}"))
+    with pytest.raises(CheckpointError, match=r"5/\S+: the checkpoint holds LoRA adapters .* merge \S+0004 TO\), and"):
+        average(sources, tmp_path / "mean")
+    average(weights, tmp_path / "mean")
+    layer = "decoder.layers.0.self_attention.linear_proj"
+    products = [whole[f"{layer}.lora_B.weight"] @ whole[f"{layer}.lora_A.weight"] for whole in wholes]
+    right = wholes[0][f"{layer}.weight"] + SCALE * np.mean(products, axis=0)
+    np.testing.assert_allclose(read_whole(tmp_path / "mean").arrays[f"{layer}.weight"], right, atol=1e-6)
 
 
 BIAS, LOAD = "decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.expert_load"
