@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ from tools.checkpoint.stored import (
 )
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -266,6 +267,7 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another checkpoint"
         )
     wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
+    _refuse_adapters(recipe, folder, wanted, held)
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
     others = [
         f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
@@ -285,3 +287,46 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             "begins with its initial values",
             err=True,
         )
+    if unknown := [name for name in held if own and kind_of(name) == "weights" and name not in wanted]:
+        click.echo(
+            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(unknown)}, which are left out",
+            err=True,
+        )
+
+
+def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes) -> None:
+    """Raise CheckpointError if a new run would leave out the adapters in `folder`, or multiply them by another factor.
+    `wanted` is empty for a model whose tensor names are not known.
+    """
+    adapters = {name: shape for name, shape in held.items() if is_adapter(name) and kind_of(name) == "weights"}
+    known = bool(wanted) or value_at(recipe, LORA, False) is False
+    wrong = [f"{name} {list(shape)}" for name, shape in adapters.items() if known and wanted.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: the recipe's model does not have the LoRA adapters of these weights, and "
+            f"would begin without them: {_listed(wrong)}; merge the adapters ({_how_to_merge(folder)}) and start the "
+            "run from TO"
+        )
+    file = folder.absolute().parent.parent / "recipe.yaml"
+    if adapters and file.exists():
+        refuse_other_scale(load_recipe(file), recipe, folder)
+    elif adapters:
+        click.echo(f"{file} is missing: with which {LORA}.alpha the adapters were trained cannot be told", err=True)
+
+
+def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if the adapters of plugins.lora in `folder`, which a run of the recipe `before` saved, were
+    trained with another factor than that of `recipe`, because the model would compute something else from the first
+    step on; no checkpoint holds the factor.
+    """
+    old, new = (Settings.look(value_at(each, LORA, False))[0] for each in (before, recipe))
+    if old and new and not math.isclose(old.scale, new.scale):
+        raise CheckpointError(
+            f"{LORA}.alpha: the adapters in {folder} were trained with alpha / rank = {old.scale:g}, but this recipe "
+            f"would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the adapters "
+            f"({_how_to_merge(folder)}) and start a new run from TO"
+        )
+
+
+def _how_to_merge(folder: Path) -> str:
+    return f"tc3 weights merge {shlex.quote(str(folder))} TO"
