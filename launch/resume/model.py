@@ -21,7 +21,7 @@ import click
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import is_hugging_face
 from plugins.lora.plan import KEY as LORA
-from plugins.lora.plan import Settings, adapters_of, is_adapter
+from plugins.lora.plan import Settings, adapters_of, is_adapter, other_scale
 from plugins.sealed_checkpoint.plan import fault
 from plugins.settings import value_at
 from tools.checkpoint.scan import is_sealed
@@ -319,8 +319,8 @@ def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
     trained with another factor than that of `recipe`, because the model would compute something else from the first
     step on; no checkpoint holds the factor.
     """
-    old, new = (Settings.look(value_at(each, LORA, False))[0] for each in (before, recipe))
-    if old and new and not math.isclose(old.scale, new.scale):
+    if found := other_scale(before, recipe):
+        old, new = found
         raise CheckpointError(
             f"{LORA}.alpha: the adapters in {folder} were trained with alpha / rank = {old.scale:g}, but this recipe "
             f"would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the adapters "

@@ -85,7 +85,7 @@ def test_slices_of_two_ranks_are_merged_into_whole_weights(tmp_path, recipe):
 
 
 def test_what_is_refused(tmp_path, recipe):
-    checkpoint, _ = adapted(tmp_path, recipe)
+    checkpoint, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
     source = open_source(checkpoint)
     with pytest.raises(
         CheckpointError,
@@ -101,6 +101,10 @@ def test_what_is_refused(tmp_path, recipe):
     more = recipe_of(tmp_path / "more", {"plugins": {"lora": LORA | {"targets": ["*"]}}})
     with pytest.raises(CheckpointError, match=r"no decoder\.layers\.0\.mlp\.linear_fc1\.lora_A\.weight"):
         plan_merge(source, more, 10**9)
+    stronger = recipe_of(tmp_path / "stronger", {"plugins": {"lora": LORA | {"alpha": 8}}})
+    (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+    with pytest.raises(CheckpointError, match=r"trained with alpha / rank = 3 .*, and not with 4, .* write alpha: 6"):
+        plan_merge(source, stronger, 10**9)
     with pytest.raises(CheckpointError, match=r"only checkpoints of runs .* have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)
 
