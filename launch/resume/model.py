@@ -250,8 +250,24 @@ def check_load_path(recipe: Recipe) -> None:
             f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
         )
     refuse_moved(Path(path), View(recipe).keeps_placements)
+    _refuse_hidden_resume(recipe, Path(path))
     if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
         _check_beginning(recipe, loaded_from(Path(path)))
+
+
+def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
+    """Raise CheckpointError if MindFormers would take a new run for a resume, which nothing here would have checked.
+    (Where `no_load_optim` is missing, `resume_training` says the opposite.)
+    """
+    key = "checkpoint.no_load_optim"
+    written, old = value_at(recipe, key, None), value_at(recipe, "resume_training", False)
+    if (old if written is None else written is False) and not is_hugging_face(str(path)):
+        raise CheckpointError(
+            f"{f'{key} is False' if written is False else 'resume_training is True'}, so MindFormers would resume from "
+            f"{path} with its moments and step number, and neither the moments nor the order of the data would be "
+            f"compared; write {key}: True to begin a new run from the weights, or go on with --resume "
+            f"{shlex.quote(str(loaded_from(path)))}"
+        )
 
 
 def _check_beginning(recipe: Recipe, folder: Path) -> None:

@@ -111,3 +111,18 @@ def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_a
         (tmp_path / "recipe.yaml").unlink()
         check_load_path(after)
         assert "recipe.yaml is missing: with which plugins.lora.alpha" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["checkpoint.no_load_optim=False", "resume_training=True"])
+def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, words):
+    """Neither moments nor the order of the data were compared."""
+    recipe = Recipe({**stranger("grouped, no gate"), "resume_training": False})
+    folder = saved(tmp_path / "iteration_00000004", recipe, states=["adam_m"])
+    recipe["checkpoint"] |= {"load_path": str(folder), "no_load_optim": None}
+    check_load_path(recipe)
+    recipe["checkpoint"]["no_load_optim"] = True
+    check_load_path(recipe)
+    recipe["checkpoint"]["no_load_optim"] = None
+    name, _, value = words.partition("=")
+    with pytest.raises(CheckpointError, match=rf"{name} is {value}, so MindFormers would resume .* --resume \S+04$"):
+        check_load_path(apply_overrides(recipe, [words]))
