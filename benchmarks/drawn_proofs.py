@@ -195,11 +195,18 @@ class Bench:
 
     runs: ExecutedRuns
 
+    @property
+    def faults(self) -> Path:
+        """Return the file with the faults of the run, which may have more words than a variable can hold."""
+        return self.runs.work / "faults.txt"
+
     def compare(self, name: str, sharding: Sharding, words: str = "") -> str:
         """Return how the run of a layout differs from one process; `SAME` if it does not."""
         try:
             self.runs.trained(sharding.against, sharding.alone)
-            os.environ[VARIABLE] = words
+            if words:
+                self.faults.write_text(words, "utf-8")
+                os.environ[VARIABLE] = f"@{self.faults}"
             found = self.runs.compare(name, sharding)
         except RunFailedError as error:
             return f"fails: {str(error).strip().splitlines()[-1]}"

@@ -90,13 +90,41 @@ def test_examples_of_single_files(program):
     assert program.with_examples("{name} is there", own) == "lora is there"
 
 
+def unused(values, rows):
+    """Return each expression, and each condition on the words of a message, whose example no message in `rows` shows.
+
+    Args:
+        values: the examples of one file of tests/sentences.json.
+    """
+    found = {}
+    for words in rows:
+        for expression in [*(each.removesuffix("!r") for each in re.findall(r"{([^}]*)}", words)), "^"]:
+            conditions = values.get(expression)
+            conditional = isinstance(conditions, dict)
+            shown = next((part for part in conditions if part in words), None) if conditional else ""
+            found.setdefault(expression, set()).add(shown)
+    stale = [expression for expression in values if expression not in found]
+    return stale + [
+        f"{expression}: {part!r}"
+        for expression, conditions in values.items()
+        for part in (conditions if isinstance(conditions, dict) and expression in found else ())
+        if part not in found[expression]
+    ]
+
+
 def test_every_example_belongs_to_a_message(program):
     stale = []
     for file, values in program.read_examples(program.VALUES).items():
-        rows = [row for kind in ("help", "errors") for row in program.of_source(ROOT / file, ROOT, kind)]
-        used = {found.removesuffix("!r") for _, words in rows for found in re.findall(r"{([^}]*)}", words)}
-        stale += [(file, expression) for expression in values if expression not in (*used, "^")]
+        rows = [words for kind in ("help", "errors") for _, words in program.of_source(ROOT / file, ROOT, kind)]
+        stale += [(file, each) for each in unused(values, rows)]
     assert stale == []
+
+
+def test_an_example_that_no_message_shows_is_found():
+    rows = ["tc3: {path!r} is no file", "tc3: {path} is a folder of {size}"]
+    assert unused({"path": {"no file": "a", "": "b"}, "size": "3"}, rows) == []
+    wrong = {"path": {"no file": "a", "compressed": "c", "folder": "b", "is": "d"}, "sizes": "3"}
+    assert unused(wrong, rows) == ["sizes", "path: 'compressed'", "path: 'is'"]
 
 
 def test_a_list_of_texts_is_shown_with_its_texts(program, tmp_path):

@@ -12,6 +12,7 @@ then differ, because micro-batches contain other samples than before.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from tools.recipe.view import MODEL, PARALLEL, RUNNER, View
 _BATCH, _ACCUMULATION = (*RUNNER, "batch_size"), (*RUNNER, "gradient_accumulation_steps")
 _MICRO, _DP = (*PARALLEL, "micro_batch_num"), (*PARALLEL, "data_parallel")
 _STRATEGY = ("parallel", "dataset_strategy")
+_LOADS = "TopkBiasBalanceCallback"
 _SHARDS = ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size")
 
 
@@ -103,9 +105,7 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
     yield path, value
     if path == _BATCH and view.has((*MODEL, "batch_size")):
         yield (*MODEL, "batch_size"), value
-    for index, callback in enumerate(view.get(("callbacks",)) or []):
-        if isinstance(callback, dict) and path[-1] in callback:
-            yield ("callbacks", index, path[-1]), value
+    yield from _callbacks(view.get(("callbacks",)) or [], path[-1], value)
     strategy = view.get(_STRATEGY)
     if isinstance(strategy, list):
         yield _STRATEGY, [[dp, *row[1:]] for row in strategy]
@@ -114,6 +114,20 @@ def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[
         fewer = max(count for count in range(1, min(shards, ranks) + 1) if ranks % count == 0)
         if fewer > 1:
             yield _SHARDS, fewer
+
+
+def _callbacks(callbacks: list[Any], key: str, value: int) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the changes of the callbacks that repeat `key`. An override adds no key, so the whole list is set if the
+    callback that divides the loads of experts by the accumulated steps lacks their number, which is then 1.
+    """
+    known = [index for index, each in enumerate(callbacks) if isinstance(each, dict) and key in each]
+    lacking = [index for index, each in enumerate(callbacks) if isinstance(each, dict) and each.get("type") == _LOADS]
+    if key == _ACCUMULATION[-1] and not {*lacking} <= {*known}:
+        changed = {*lacking, *known}
+        whole = [{**each, key: value} if index in changed else each for index, each in enumerate(callbacks)]
+        yield ("callbacks",), json.dumps(whole)
+        return
+    yield from ((("callbacks", index, key), value) for index in known)
 
 
 def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:

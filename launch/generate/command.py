@@ -22,7 +22,7 @@ from launch.resume.model import weights_of
 from plugins import of_the_model
 from plugins.errors import CheckpointError, DataError, RecipeError
 from plugins.lora.plan import KEY as LORA
-from plugins.lora.plan import is_adapter
+from plugins.lora.plan import Settings, is_adapter
 from plugins.settings import value_at
 from tools.checkpoint.scan import scan_checkpoints
 from tools.checkpoint.stored import kind_of
@@ -33,6 +33,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
+from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
@@ -123,7 +124,10 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
             f"{recipe.source}: model.model_config.seq_length: the key is missing; write the number of tokens of the "
             "model's context"
         )
-    if any(map(is_adapter, source.headers)) and value_at(recipe, LORA, False) is False:
+    adapters, chosen = any(map(is_adapter, source.headers)), value_at(recipe, LORA, False)
+    if adapters and chosen is not False:
+        require_adapters(source, Settings.read(chosen), recipe)
+    elif adapters:
         raise CheckpointError(
             f"{source.path}: the checkpoint holds LoRA adapters, but {recipe.source} does not have {LORA}: with "
             "--recipe name the recipe that trained this checkpoint (for a run of tc3 train: recipe.yaml in the "

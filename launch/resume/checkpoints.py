@@ -9,9 +9,7 @@ names. `check_data_order` and `complete` check whether the run may go on from it
 
 from __future__ import annotations
 
-import math
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -21,9 +19,9 @@ from typing import Any
 import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
+from launch.resume.model import refuse_other_scale
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.lines import number_of
-from plugins.lora import plan as lora
 from plugins.sealed_checkpoint.plan import (
     MOVING,
     SAVING,
@@ -34,7 +32,6 @@ from plugins.sealed_checkpoint.plan import (
     renew_tracker,
     unfinished,
 )
-from plugins.settings import value_at
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -211,7 +208,7 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     if own is not None and guard_is_on(before):  # what this very checkpoint left out; the file may be an attempt older
         before["plugins"]["spike_guard"] = {**(before["plugins"]["spike_guard"] or {}), "skipped": own}
     _refuse_cut_averages(before, recipe, checkpoint)
-    _refuse_other_scale(before, recipe, checkpoint)
+    refuse_other_scale(before, recipe, checkpoint.path)
     batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one
     found = differences(before, recipe, checkpoint.step, batch) or replaced(stored.parent, recipe)
     if found:
@@ -254,19 +251,6 @@ def steps_done(recipe: Recipe, checkpoint: CheckpointInfo) -> int:
     """
     batch = global_batch_of(checkpoint.path)
     return int(checkpoint.step * (batch / View(recipe).global_batch)) if batch else checkpoint.step
-
-
-def _refuse_other_scale(before: Recipe, recipe: Recipe, checkpoint: CheckpointInfo) -> None:
-    """Raise CheckpointError if the adapters of plugins.lora in `checkpoint` were trained with another factor than that
-    of `recipe`, because the model would compute something else from the first step on; no checkpoint holds the factor.
-    """
-    old, new = (lora.Settings.look(value_at(each, lora.KEY, False))[0] for each in (before, recipe))
-    if old and new and not math.isclose(old.scale, new.scale):
-        raise CheckpointError(
-            f"{lora.KEY}.alpha: the adapters in {checkpoint.path} were trained with alpha / rank = {old.scale:g}, but "
-            f"this recipe would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the "
-            f"adapters (tc3 weights merge {shlex.quote(str(checkpoint.path))} TO) and start a new run from TO"
-        )
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:

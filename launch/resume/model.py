@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ import click
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import is_hugging_face
 from plugins.lora.plan import KEY as LORA
-from plugins.lora.plan import Settings, adapters_of, is_adapter
+from plugins.lora.plan import Settings, adapters_of, is_adapter, other_scale
 from plugins.sealed_checkpoint.plan import fault
 from plugins.settings import value_at
 from tools.checkpoint.scan import is_sealed
@@ -38,7 +39,7 @@ from tools.checkpoint.stored import (
 )
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -249,8 +250,24 @@ def check_load_path(recipe: Recipe) -> None:
             f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
         )
     refuse_moved(Path(path), View(recipe).keeps_placements)
+    _refuse_hidden_resume(recipe, Path(path))
     if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
         _check_beginning(recipe, loaded_from(Path(path)))
+
+
+def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
+    """Raise CheckpointError if MindFormers would take a new run for a resume, which nothing here would have checked.
+    (Where `no_load_optim` is missing, `resume_training` says the opposite.)
+    """
+    key = "checkpoint.no_load_optim"
+    written, old = value_at(recipe, key, None), value_at(recipe, "resume_training", False)
+    if (old if written is None else written is False) and not is_hugging_face(str(path)):
+        raise CheckpointError(
+            f"{f'{key} is False' if written is False else 'resume_training is True'}, so MindFormers would resume from "
+            f"{path} with its moments and step number, and neither the moments nor the order of the data would be "
+            f"compared; write {key}: True to begin a new run from the weights, or go on with --resume "
+            f"{shlex.quote(str(loaded_from(path)))}"
+        )
 
 
 def _check_beginning(recipe: Recipe, folder: Path) -> None:
@@ -266,6 +283,7 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another checkpoint"
         )
     wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
+    _refuse_adapters(recipe, folder, wanted, held)
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
     others = [
         f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
@@ -285,3 +303,46 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             "begins with its initial values",
             err=True,
         )
+    if unknown := [name for name in held if own and kind_of(name) == "weights" and name not in wanted]:
+        click.echo(
+            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(unknown)}, which are left out",
+            err=True,
+        )
+
+
+def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes) -> None:
+    """Raise CheckpointError if a new run would leave out the adapters in `folder`, or multiply them by another factor.
+    `wanted` is empty for a model whose tensor names are not known.
+    """
+    adapters = {name: shape for name, shape in held.items() if is_adapter(name) and kind_of(name) == "weights"}
+    known = bool(wanted) or value_at(recipe, LORA, False) is False
+    wrong = [f"{name} {list(shape)}" for name, shape in adapters.items() if known and wanted.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: the recipe's model does not have the LoRA adapters of these weights, and "
+            f"would begin without them: {_listed(wrong)}; merge the adapters ({_how_to_merge(folder)}) and start the "
+            "run from TO"
+        )
+    file = folder.absolute().parent.parent / "recipe.yaml"
+    if adapters and file.exists():
+        refuse_other_scale(load_recipe(file), recipe, folder)
+    elif adapters:
+        click.echo(f"{file} is missing: with which {LORA}.alpha the adapters were trained cannot be told", err=True)
+
+
+def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if the adapters of plugins.lora in `folder`, which a run of the recipe `before` saved, were
+    trained with another factor than that of `recipe`, because the model would compute something else from the first
+    step on; no checkpoint holds the factor.
+    """
+    if found := other_scale(before, recipe):
+        old, new = found
+        raise CheckpointError(
+            f"{LORA}.alpha: the adapters in {folder} were trained with alpha / rank = {old.scale:g}, but this recipe "
+            f"would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the adapters "
+            f"({_how_to_merge(folder)}) and start a new run from TO"
+        )
+
+
+def _how_to_merge(folder: Path) -> str:
+    return f"tc3 weights merge {shlex.quote(str(folder))} TO"

@@ -26,7 +26,7 @@ from mindspore.dataset import GeneratorDataset
 from plugins.attention_balance.plan import LOADER, Schedule, balance, delivery_order, epoch_plan, schedule_of
 from plugins.attention_balance.samples import GPTIndex, blended, check_fits, check_last_tokens, documents_of_items
 from plugins.errors import RecipeError
-from plugins.spike_guard.ledger import Ranges, behind, count
+from plugins.spike_guard.ledger import Ranges, behind, count, reached
 
 _DOCUMENTS_LOOKED_AT = 16
 
@@ -112,14 +112,15 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
         _check_ends(part)
     layout = schedule.layout
     trained = layout.steps(samples) * layout.batch
-    costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices])[:trained]
+    costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices], trained)
     plan = epoch_plan(costs, layout)
     order = np.concatenate([delivery_order(plan, schedule.gathered), np.arange(trained, len(source))])
     if schedule.eod_pad_length is not None:
         of_parts = [documents_of_items(index) for index in indices]
         more = behind(source, count(schedule.skipped))[0]
-        documents = np.append(_of_items(source, of_parts), [of_parts[part][item] for part, item in more])
-        items = trained_items(order, trained, schedule.skipped, len(documents))
+        end = min(reached(trained, schedule.skipped), len(source))
+        documents = np.append(_of_items(source, of_parts, end), [of_parts[part][item] for part, item in more])
+        items = trained_items(order[:end], trained, schedule.skipped, len(documents))
         check_fits(documents[items], schedule.eod_pad_length, layout.batch, schedule.padding, items)
     _report(costs, plan, schedule)
     return order
@@ -152,11 +153,13 @@ def index_of(dataset: Any) -> GPTIndex:
     )
 
 
-def _of_items(source: Any, values: list[np.ndarray]) -> np.ndarray:
-    """Return [items of `source`] from [items] of each of its data sets."""
+def _of_items(source: Any, values: list[np.ndarray], count: int) -> np.ndarray:
+    """Return [`count`] for the first items of `source` from [items] of each of its data sets. Behind the items that are
+    trained MindFormers' blends may name an item that a data set does not have.
+    """
     if not hasattr(source, "datasets"):
-        return values[0]
-    return blended(values, source.dataset_index, source.dataset_sample_index)
+        return values[0][:count]
+    return blended(values, source.dataset_index[:count], source.dataset_sample_index[:count])
 
 
 def _check_ends(part: Any) -> None:

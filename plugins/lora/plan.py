@@ -9,6 +9,7 @@ MindFormers' own LoRA layers: `decoder.layers.0.self_attention.linear_qkv.lora_A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -144,6 +145,12 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
         weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].
     """
     return weight.astype(np.float64) + scale * (b.astype(np.float64) @ a.astype(np.float64))
+
+
+def other_scale(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Settings, Settings] | None:
+    """Return the settings of two recipes if both have adapters and multiply their products by different numbers."""
+    old, new = (Settings.look(value_at(recipe, KEY, False))[0] for recipe in (before, after))
+    return (old, new) if old and new and not math.isclose(old.scale, new.scale) else None
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:

@@ -15,7 +15,8 @@ not at the same call, if a Send has no Receive, or if ranks wait for each other.
   AllReduce on all ranks (each rank returns its own input); "skip:Receive:0@1" leaves out the first Receive of rank 1,
   which gets zeros, so that its next Receive takes the tensor that was sent to the first; "reverse:AllGather:0@1" runs
   the first AllGather of rank 1 with its group in reverse order. Only calls of a graph are counted and changed.
-  "synchronous" makes each Send wait for its Receive.
+  "synchronous" makes each Send wait for its Receive. "@FILE" stands for the words in a file, because the value of a
+  variable may have at most 128 KiB.
 * `Groups` finds which ranks take part in a collective, from the groups that Python created and from the operator's own
   attributes.
 * `PointToPoint` runs Send and Receive of pipelines. A Send stores its tensor and returns at once; a Receive waits for
@@ -34,6 +35,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -94,10 +96,15 @@ class Disturbance:
         text: the text that the module describes; "" means none.
 
     Raises:
-        ClusterError: the text has an unknown word.
+        ClusterError: the text has an unknown word, or names a file that cannot be read.
     """
 
     def __init__(self, text: str, rank: int):
+        if text.startswith("@"):
+            try:
+                text = Path(text[1:]).read_text("utf-8")
+            except OSError as error:
+                raise ClusterError(f"{VARIABLE}={text}: the file cannot be read ({error.strerror})") from None
         words = dict.fromkeys(text.split())
         settings = dict(word.split("=", 1) for word in words if re.fullmatch(r"(delay|seed)=\d+", word))
         self.synchronous = "synchronous" in words

@@ -2,19 +2,23 @@
 
 import json
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import drawn_proofs
 from benchmarks.drawn_proofs import DOUBTED, VIOLATION, Drawn, Kind, kind_of, main, words_of
 from benchmarks.executed_faults import FAULTS, Fault
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, SILENT, copied, outcome, ranks_at, root, scoped
 from benchmarks.proof_and_execution import LAYOUTS, POSITIONS, UNDIVIDED, Draw, Proofs, draws, leave_out, place_of
-from plugins.semi_auto_cpu.collectives import CallRecord
+from plugins.semi_auto_cpu.collectives import VARIABLE, CallRecord
 from tests.tools.prove.renew import read
+from tools.accuracy.equivalence.sharding import Sharding
 from tools.dryrun.collectives import generated_groups
 from tools.dryrun.executed import calls_file
 from tools.prove.cli import Compiled
@@ -140,6 +144,41 @@ def test_a_fault_of_a_kind_counts_the_calls_of_each_rank(tmp_path):
     assert twice == "reverse:AllGather:0@1 reverse:AllGather:1@1"
     assert words_of(tmp_path, Kind("AllReduce", (0, 2), (3,)), (1,), 2) == "skip:AllReduce:0@1 skip:AllReduce:3@1"
     assert not words_of(tmp_path, Kind("AllReduce", (0, 1), (3,)), (0, 1))
+
+
+def test_a_fault_is_executed_without_evaluations_and_against_a_run_without_them(tmp_path, monkeypatch):
+    asked = []
+
+    class Runs:
+        work, steps, base, corpus = tmp_path, 3, None, staticmethod(lambda sample: "")
+
+        def trained(self, name, sharding):
+            assert VARIABLE not in os.environ, "the run of one process has no fault"
+            asked.append((name, sharding.held_out))
+
+        def compare(self, name, sharding):
+            faults = os.environ.get(VARIABLE, "")
+            asked.append((name, sharding.held_out, sharding.against, Path(faults[1:]).read_text() if faults else ""))
+            return SimpleNamespace(findings=[])
+
+    for rank in range(2):
+        file = calls_file(tmp_path / "draw", rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"calls": [["AllReduce", [0, 1], 0, (3,), "float32"]]}))
+    monkeypatch.setattr(drawn_proofs, "derive_sharded", lambda *given: None)
+    layout = SimpleNamespace(says=lambda *fault: VIOLATION if fault else SILENT, per=2)
+    monkeypatch.setattr(drawn_proofs, "compiled", lambda recipe, sharding: layout)
+    sharding = Sharding(tp=2, held_out=True)
+    found = list(drawn_proofs.lines(drawn_proofs.Bench(Runs()), "draw", sharding, Random(0)))
+    assert found == [
+        ("no fault", drawn_proofs.SAME, SILENT),
+        ("AllReduce of 3 over ranks +0, +1 left out", drawn_proofs.SAME, VIOLATION),
+    ]
+    words = " ".join(f"skip:AllReduce:{step}@{rank}" for rank in range(2) for step in range(3))
+    with_it, without = sharding.against, replace(sharding, held_out=False).against
+    assert with_it != without and VARIABLE not in os.environ
+    assert asked == [(with_it, True), ("draw", True, with_it, ""),
+                     (without, False), ("draw_fault", False, without, words)]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -255,14 +255,18 @@ def dumps_without_tensors(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> None:
-    """a, b: iterations of two ranks, sealed; wide: of four; cut: with half a file; nan: with a number that is none."""
+    """a, b: iterations of two ranks, sealed; wide: of four; cut: with half a file; nan: with a number that is none;
+    lora: with an adapter.
+    """
     from plugins.sealed_checkpoint.plan import write_seal
     from tests.tools.checkpoint.saved import Saved, numbered
 
-    for name, ranks in (("a", 2), ("b", 2), ("wide", 4), ("cut", 2), ("nan", 2)):
+    for name, ranks in (("a", 2), ("b", 2), ("wide", 4), ("cut", 2), ("nan", 2), ("lora", 2)):
         saved = Saved(folder / name / "iteration_00000002", ranks)
         whole = numbered(4, 2) * (np.nan if name == "nan" else 1)
         saved.put("linear.weight", whole, (ranks, 1), [[rank] for rank in range(ranks)])
+        if name == "lora":
+            saved.put("linear.lora_A.weight", numbered(1, 2), (1, 1), [[0, 1]])
         path = saved.write()
         for rank in range(ranks):
             write_seal(path, rank, ranks, 2)

@@ -15,7 +15,7 @@ import numpy as np
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
 from tools.checkpoint.stored import refuse_moved
-from tools.data.index import IndexReader, read_blend, training_share
+from tools.data.index import IndexReader, map_lengths, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, PARALLEL, View
@@ -53,8 +53,11 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
             training_share(split if isinstance(split, str) else "1")
         except DataError as error:
             found.error((*_CONFIG, "split"), f"{split!r}: {error}")
-        for prefix, share in _corpora(view.get(_PATH), found):
+        corpora = _corpora(view.get(_PATH), found)
+        for prefix, share in corpora:
             _dataset(prefix, share, view, built, found, missing)
+        if corpora and not any(share for _, share in corpora):
+            _one_pass([prefix for prefix, _ in corpora], view, built, found)
 
 
 def _speed_up(view: View, found: Findings) -> None:
@@ -78,7 +81,9 @@ def _speed_up(view: View, found: Findings) -> None:
 
 
 def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
-    """Return each prefix of a `data_path` with its share of the samples; 1 for all where there are no weights."""
+    """Return each prefix of a `data_path` with its share of the samples; 0 for several without weights, of which
+    MindFormers reads each once.
+    """
     if not isinstance(value, list):
         return []
     try:
@@ -91,8 +96,8 @@ def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
             _PATH, f"in this list of length {len(value)} a weight has no prefix", "write ['1', PREFIX]", rule="blend"
         )
         return []
-    whole = sum(weights) if weights else 1.0
-    return list(zip(prefixes, [weight / whole for weight in weights or [1.0] * len(prefixes)], strict=True))
+    shares = [weight / sum(weights) for weight in weights] if weights else [float(len(prefixes) == 1)] * len(prefixes)
+    return list(zip(prefixes, shares, strict=True))
 
 
 def _is_number(text: str) -> bool:
@@ -129,6 +134,26 @@ def _dataset(prefix: str, share: float, view: View, built: Built, found: Finding
         part = f"{100 * share:.3g} % of " if share < 1 else ""
         passes = f"{wanted / index.tokens:.0f} times the {index.tokens:,} tokens of {prefix}"
         found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples repeat {passes}")
+
+
+def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) -> None:
+    """Check that corpora without weights hold as many samples as the recipe trains; otherwise the run ends early."""
+    split, sizes = view.get((*_CONFIG, "split")), view.get((*LOADER, "sizes"))
+    try:
+        share = training_share(split if isinstance(split, str) else "1")
+        lengths = [map_lengths(prefix) for prefix in prefixes]
+    except DataError:
+        return  # it is said of the corpus, or of the split
+    used = (int(np.sum(each[: round(share * len(each))], dtype=np.int64)) for each in lengths)
+    more = int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True))
+    held = sum(max(tokens - more, 0) // built.number("seq_length", 1) for tokens in used)
+    if isinstance(sizes, list) and sizes and type(sizes[0]) is int and sizes[0] > held:
+        found.error(
+            (*LOADER, "sizes"),
+            f"{sizes[0]:,} samples are more than the {held:,} of one pass over the corpora of data_path, which "
+            "MindFormers reads only once if they have no weights, so that the run would end early",
+            f"write at most {held:,} samples, or a weight before each prefix",
+        )
 
 
 def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:

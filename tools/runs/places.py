@@ -118,6 +118,7 @@ def begin_of(plan: Plan, tokens: float | None, units: Iterable[float], alike: bo
     if plan.resume is None:
         return 0
     known = set(units)
-    if alike or (len(known) == 1 and plan.start in (None, plan.step)):
+    same = not tokens or known <= {tokens, 1}  # 1: nothing states tokens
+    if alike or (len(known) == 1 and plan.start in (None, plan.step) and same):
         return plan.step * next(iter(known), 1)  # the checkpoint is one of steps that are numbered so
     return None if plan.start is None or not tokens else plan.start * tokens

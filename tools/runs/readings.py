@@ -22,7 +22,7 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import OF, Newest, Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import Attempt, read_attempts, recipe_file
+from tools.runs.attempts import Attempt, Plan, read_attempts, recipe_file
 from tools.runs.places import Numbering, begin_of, begins_anew, tokens_of, translated
 from tools.schema.stages import loss_rank
 
@@ -368,19 +368,20 @@ class Run:
         only = next(iter(units), 1) if len(units) < 2 else None
         own = next((part.unit for part in self.parts if attempt and part.attempt == attempt), None)
         plan = next((each.plan for each in self.attempts if each.plan and each.plan.name == attempt), None)
-        if own or self.alike or plan is None or plan.start is None or (only and plan.start == plan.step):
-            return own or only
-        return tokens_of(read_recipe(recipe_file(self.folder, plan)))
+        return own or only if own or self.alike or plan is None or plan.start is None else self._tokens(plan)
 
     def begin_of(self, attempt: Attempt) -> float | None:
         """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
-        if not (plan := attempt.plan):
+        if (plan := attempt.plan) is None:
             return None
         before = {part.unit for part in self.parts if (part.moment or 0.0) <= plan.time}
-        known = begin_of(plan, None, before, self.alike)
-        if known is None and plan.start is not None:  # only then read the recipe: a run may have many such attempts
-            known = begin_of(plan, tokens_of(read_recipe(recipe_file(self.folder, plan))), before, self.alike)
-        return known
+        return begin_of(plan, None if plan.start is None else self._tokens(plan), before, self.alike)
+
+    def _tokens(self, plan: Plan) -> float | None:
+        """Return the tokens of a step of a plan: of an attempt with the same batch or, which takes long, its recipe."""
+        alike = {each.plan.name for each in self.attempts if each.plan and plan.batch == each.plan.batch > 0}
+        own = next((part.unit for part in self.parts if part.attempt in alike), None)
+        return own or tokens_of(read_recipe(recipe_file(self.folder, plan)))
 
     def unit_at(self, time: float) -> float:
         """Return what a step counts in places at a given time, in seconds since 1970."""
@@ -444,9 +445,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return the content of the header that the workers write into a metrics file at each start: the number of steps
-    done before, the time at which training began, and the total number of steps.
-    """
+    """Return the steps done before, the time of the begin, and all steps, from the header of one start of workers."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from plugins.errors import CheckpointError
+from plugins.lora.plan import is_adapter
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
@@ -121,6 +123,12 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
                 "iteration_*) can be averaged"
             )
         source.require_whole()
+        if adapter := next(filter(is_adapter, source.headers), None):
+            raise CheckpointError(
+                f"{source.path}: the checkpoint holds LoRA adapters ({adapter}), and the product B A of averaged "
+                "matrices is not the average of the products; first merge the adapters of each checkpoint into its "
+                f"weights (tc3 weights merge {shlex.quote(str(source.path))} TO), and average the merged weights"
+            )
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
                 f"{source.path}: {wrong}; {first.path} holds another model, or was saved in another layout"

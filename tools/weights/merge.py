@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError, RecipeError
-from plugins.lora.plan import KEY, WEIGHT, A, B, adapters_of, is_adapter, merged
+from plugins.lora.plan import KEY, WEIGHT, A, B, Settings, adapters_of, is_adapter, merged, other_scale
 from plugins.lora.plan import check as read_lora
 from plugins.settings import value_at
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header, Made, save_file
 from tools.files.atomic import atomic_folder
 from tools.layout.resolve import resolve
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -79,16 +79,29 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     if written is False:
         raise RecipeError(f"{file}: {KEY}: the recipe trains no adapters, so there is nothing to merge")
     settings = read_lora(written, loaded, convert(View(loaded), load_schema()).fields)
+    wanted = require_adapters(source, settings, loaded)
     kept = {name: header for name, header in source.headers.items() if not is_adapter(name) and is_of_the_model(name)}
-    wanted = adapters_of({name: header.shape for name, header in kept.items() if len(header.shape) == 2}, settings)
-    _compare(source, wanted)
     files = in_files({name: header.bytes for name, header in kept.items()}, limit)
     adapted = frozenset(name.removesuffix(A) + WEIGHT for name in wanted if name.endswith(A))
     return Merge(files, kept, settings.scale, adapted, file)
 
 
-def _compare(source: Source, wanted: Mapping[str, Sequence[int]]) -> None:
-    """Raise CheckpointError if the adapters of `source` are not those that its recipe describes."""
+def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapping[str, Sequence[int]]:
+    """Return the shapes of the adapters that the `settings` of a `recipe` describe, by name.
+
+    Raises:
+        CheckpointError: `source` has other adapters, or its run multiplied their products by another number.
+    """
+    file = source.path.absolute().parent.parent / "recipe.yaml"
+    if file.exists() and (found := other_scale(load_recipe(file), recipe)):
+        old, new = found
+        raise CheckpointError(
+            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({file}), and not with "
+            f"{new.scale:g}, which is {KEY} of {recipe.source}; leave --recipe out, or write alpha: "
+            f"{old.scale * new.rank:g}"
+        )
+    matrices = {name: header.shape for name, header in source.headers.items() if len(header.shape) == 2}
+    wanted = adapters_of({name: shape for name, shape in matrices.items() if kind_of(name) == "weights"}, settings)
     held = {name: header.shape for name, header in source.headers.items() if is_adapter(name)}
     held = {name: shape for name, shape in held.items() if kind_of(name) == "weights"}
     wrong = [f"no {name}" for name in wanted if name not in held]
@@ -104,6 +117,7 @@ def _compare(source: Source, wanted: Mapping[str, Sequence[int]]) -> None:
             f"{source.path}: these are not the adapters that {KEY} of the recipe describes: "
             f"{'; '.join(wrong[:3])}{more}"
         )
+    return wanted
 
 
 def merge(

@@ -67,8 +67,14 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
 def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_path):
     """They were counted as weights of the model, and the run's own recipe was said to be that of another model."""
     recipe, plain = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}}), recipe_of(tmp_path / "plain")
-    checkpoint, _ = adapted(tmp_path, recipe)
+    checkpoint, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
     assert forward_recipe(choose(checkpoint, recipe).recipe)["plugins"]["lora"] == LORA
+    (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+    wrong = ({"alpha": 8}, "= 3 .*, and not with 4, which"), ({"targets": ["*.linear_qkv"]}, r"linear_proj\.lora_A")
+    for own, words in wrong:
+        other = recipe_of(tmp_path / next(iter(own)), {"plugins": {"lora": LORA | own}})
+        with pytest.raises(CheckpointError, match=words):
+            choose(checkpoint, other)
     with pytest.raises(CheckpointError, match=r"LoRA adapters, but \S+plain/recipe.yaml does not have plugins.lora"):
         choose(checkpoint, plain)
 

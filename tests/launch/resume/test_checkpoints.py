@@ -306,6 +306,8 @@ def test_a_new_run_says_which_weights_begin_anew_and_begins_with_no_other_models
     check_load_path(apply_overrides(begun, ["model.model_config.num_hidden_layers=3"]))
     said = capsys.readouterr().err
     assert f"{whole}: no decoder.layers.2.input_layernorm.weight; no" in said and "; and 11 more tensors, which" in said
+    check_load_path(apply_overrides(begun, ["model.model_config.num_hidden_layers=1"]))
+    assert "does not have decoder.layers.1.input_layernorm.weight; " in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"is \[2048, 128\], the recipe's model has \[4096, 128\]"):
         check_load_path(apply_overrides(begun, ["model.model_config.n_routed_experts=32"]))
     for rank in range(2):

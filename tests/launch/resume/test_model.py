@@ -84,3 +84,45 @@ def test_adapters_go_on_with_the_factor_that_they_were_trained_with(tmp_path, ch
         )
     ):
         check_data_order(Recipe(after), tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "words"),
+    [
+        ({"rank": 4, "alpha": 12}, None),
+        ({"rank": 4, "alpha": 16}, r"lora\.alpha: .* alpha / rank = 3, but .* by 4; write alpha: 12, or merge"),
+        (
+            {"rank": 8, "alpha": 24},
+            r"load_path: .*04: the recipe's model does not have .* without .* merge \S+ TO",
+        ),
+        ({"rank": 4, "alpha": 12, "targets": ["self_attention.linear_proj"]}, "does not have the LoRA adapters"),
+        (False, "does not have the LoRA adapters of these weights, .*lora_A"),
+    ],
+)
+def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_all(tmp_path, capsys, adapters, words):
+    before = Recipe({**stranger("grouped, no gate"), "plugins": {"lora": {"rank": 4, "alpha": 12}}})
+    dump_recipe(before, tmp_path / "recipe.yaml")
+    folder = saved(tmp_path / "checkpoint" / "iteration_00000004", before)
+    after = apply_overrides({**before, "plugins": {"lora": adapters}}, [f"checkpoint.load_path={folder}"])
+    with nullcontext() if words is None else pytest.raises(CheckpointError, match=words):
+        check_load_path(after)
+    assert capsys.readouterr().err == ""
+    if words is None:
+        (tmp_path / "recipe.yaml").unlink()
+        check_load_path(after)
+        assert "recipe.yaml is missing: with which plugins.lora.alpha" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["checkpoint.no_load_optim=False", "resume_training=True"])
+def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, words):
+    """Neither moments nor the order of the data were compared."""
+    recipe = Recipe({**stranger("grouped, no gate"), "resume_training": False})
+    folder = saved(tmp_path / "iteration_00000004", recipe, states=["adam_m"])
+    recipe["checkpoint"] |= {"load_path": str(folder), "no_load_optim": None}
+    check_load_path(recipe)
+    recipe["checkpoint"]["no_load_optim"] = True
+    check_load_path(recipe)
+    recipe["checkpoint"]["no_load_optim"] = None
+    name, _, value = words.partition("=")
+    with pytest.raises(CheckpointError, match=rf"{name} is {value}, so MindFormers would resume .* --resume \S+04$"):
+        check_load_path(apply_overrides(recipe, [words]))

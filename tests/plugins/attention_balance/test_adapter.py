@@ -225,6 +225,17 @@ def test_the_compressed_mask_has_to_hold_the_samples_that_are_trained(adapter, c
     assert seen == {True, False}, "some draws tell it from a count of the first samples"
 
 
+def test_an_item_behind_the_trained_ones_that_the_data_set_lacks_stops_no_run(adapter, corpora):
+    """MindFormers blends 0.5 % more samples than are trained, and may take one more of a data set than that has."""
+    source, layout = build(["1", corpora[0]]).source, LAYOUTS[0]
+    most = int(segments_of(adapter.index_of(source.datasets[0]), 0, SAMPLES).counts().max())
+    schedule = Schedule(layout, COST, False, most + 1)
+    order = adapter.order_of(source, 30, schedule)
+    source.dataset_sample_index = np.append(source.dataset_sample_index[:-1], len(source.datasets[0]))
+    np.testing.assert_array_equal(adapter.order_of(source, 30, schedule), order)
+    adapter.order_of(source, 30, replace(schedule, skipped=((0, 2),)))
+
+
 def test_another_end_of_document_token_is_refused(adapter, corpora):
     with pytest.raises(DataError, match=r"config\.eod: documents of .*first do not end with token 8.*token 7"):
         build(["1", corpora[0]], 0, 2, Schedule(LAYOUTS[0], COST, False, None), eod=8)

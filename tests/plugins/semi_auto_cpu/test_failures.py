@@ -307,6 +307,16 @@ def test_words_that_mean_nothing_are_refused():
     with pytest.raises(ClusterError, match="TC3_COLLECTIVES_TEST='drop:'"):
         Disturbance("drop:", 0)
     assert Disturbance("", 0).begin("Send") == ""
+    with pytest.raises(ClusterError, match=r"TC3_COLLECTIVES_TEST=@gone\.txt: the file cannot be read"):
+        Disturbance("@gone.txt", 0)
+
+
+def test_more_faults_than_a_variable_holds_are_read_from_a_file(tmp_path):
+    faults = [f"skip:AllReduce:{number}@{rank}" for number in range(4000) for rank in (0, 1)]
+    (tmp_path / "faults.txt").write_text(" ".join([*faults, "reverse:AllGather:0@1"]))
+    assert (tmp_path / "faults.txt").stat().st_size > 128 * 1024
+    test = Disturbance(f"@{tmp_path}/faults.txt", 1)
+    assert [test.begin("AllReduce") for _ in range(2)] == ["skip"] * 2 and test.begin("AllGather") == "reverse"
 
 
 def test_the_environment_names_faults_for_processes(monkeypatch):

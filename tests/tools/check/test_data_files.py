@@ -175,3 +175,17 @@ def test_passes_over_a_corpus_count_its_share_of_the_samples(tmp_path):
     found = wrong(put(put(blend, (*LOADER, "sizes"), [10080, 0, 0]), path, ["8", large, "2", small]))[key].wrong
     assert "repeat 16 times" in found and "20 % of 10,080 samples" in found and "small" in found
     assert "1,008 samples repeat 8 times" in wrong(put(blend, path, ["1", small]))[key].wrong
+
+
+def test_corpora_without_weights_are_read_once(tmp_path):
+    """MindFormers gives 124 and 67 samples of these, or 87 and 47 of seven tenths, whatever number is asked for."""
+    two = [write(tmp_path / "a", [400] * 40), write(tmp_path / "b", [377] * 23)]
+    key, sizes = "train_dataset.data_loader.sizes", (*LOADER, "sizes")
+    recipe = put(on(two[0]), (*LOADER, "config", "data_path"), two)
+    assert key not in wrong(put(recipe, sizes, [191, 0, 0]))
+    found = wrong(put(recipe, sizes, [192, 0, 0]))[key]
+    assert (found.severity, "the 191 of one pass" in found.wrong) == ("error", True)
+    part = put(recipe, (*LOADER, "config", "split"), "0.7, 0.3, 0")
+    assert "the 134 of one pass" in wrong(put(part, sizes, [192, 0, 0]))[key].wrong
+    for blend in (["1", two[0], "1", two[1]], two[:1]):
+        assert key not in wrong(put(put(recipe, sizes, [192, 0, 0]), (*LOADER, "config", "data_path"), blend))

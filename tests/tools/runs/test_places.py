@@ -15,7 +15,7 @@ from tools.runs import attempts, readings, render
 from tools.runs.attempts import End, Plan
 from tools.runs.cli import runs
 from tools.runs.places import END, Numbering, begins_anew, translated
-from tools.runs.readings import Part, Readings, read_evaluations, read_held_out, read_metrics, read_parts
+from tools.runs.readings import Part, Readings, load_run, read_evaluations, read_held_out, read_metrics, read_parts
 from tools.runs.study import spikes, study
 from tools.runs.watch import Kept, Watch
 
@@ -358,3 +358,17 @@ def test_tokens_that_are_no_number_of_tokens_tell_nothing(wrong):
         assert not numbering.see(number, wrong, begins=True)
         readings.add({"step": number, "loss": 5.0, "seconds": 1.0, "tokens": wrong})
     assert numbering.unsure and numbering.unit is None and sorted(readings.steps) == [1, 2]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_checkpoint_of_another_run_counts_steps_of_its_own_batch(tmp_path, steps):
+    """The checkpoint's step 10 of 8 samples counted as step 10 of this run's 16 until the first step was made."""
+    story = Story(tmp_path / "run", 0)
+    story.attempt(20, 16, saves=50)
+    story.saved = [(80, 10, 8)]
+    story.attempt(steps, 8)
+    assert story.plan.start == story.plan.step == 10
+    ledger = study(story.folder).ledger
+    assert (ledger.kept_steps, ledger.lost_steps) == (5 + steps, 15)
+    assert Watch(story.folder).look().step == (12 if steps else 5)
+    assert load_run(story.folder).unit_of(story.plan.name) == 8 * SEQUENCE

@@ -27,7 +27,7 @@ from tools.weights import average as module
 from tools.weights.average import average
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import to_mindformers
-from tools.weights.merge import plan_merge
+from tools.weights.merge import merge, plan_merge
 from tools.weights.source import open_source
 
 LORA = {"rank": 2, "alpha": 6, "targets": ["self_attention.*"]}
@@ -85,7 +85,7 @@ def test_slices_of_two_ranks_are_merged_into_whole_weights(tmp_path, recipe):
 
 
 def test_what_is_refused(tmp_path, recipe):
-    checkpoint, _ = adapted(tmp_path, recipe)
+    checkpoint, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
     source = open_source(checkpoint)
     with pytest.raises(
         CheckpointError,
@@ -101,8 +101,30 @@ def test_what_is_refused(tmp_path, recipe):
     more = recipe_of(tmp_path / "more", {"plugins": {"lora": LORA | {"targets": ["*"]}}})
     with pytest.raises(CheckpointError, match=r"no decoder\.layers\.0\.mlp\.linear_fc1\.lora_A\.weight"):
         plan_merge(source, more, 10**9)
+    stronger = recipe_of(tmp_path / "stronger", {"plugins": {"lora": LORA | {"alpha": 8}}})
+    (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+    with pytest.raises(CheckpointError, match=r"trained with alpha / rank = 3 .*, and not with 4, .* write alpha: 6"):
+        plan_merge(source, stronger, 10**9)
     with pytest.raises(CheckpointError, match=r"only checkpoints of runs .* have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)
+
+
+def test_adapters_are_averaged_only_after_they_are_merged(tmp_path, recipe):
+    """The mean of products B A is not the product of the means."""
+    sources, wholes, weights = [], [], []
+    for seed in (5, 6):
+        checkpoint, whole = adapted(tmp_path / str(seed), recipe, seed)
+        sources.append(open_source(checkpoint))
+        wholes.append(whole)
+        merge(sources[-1], tmp_path / f"merged_{seed}", plan_merge(sources[-1], recipe, 10**9))
+        weights.append(open_source(tmp_path / f"merged_{seed}"))
+    with pytest.raises(CheckpointError, match=r"5/\S+: the checkpoint holds LoRA adapters .* merge \S+0004 TO\), and"):
+        average(sources, tmp_path / "mean")
+    average(weights, tmp_path / "mean")
+    layer = "decoder.layers.0.self_attention.linear_proj"
+    products = [whole[f"{layer}.lora_B.weight"] @ whole[f"{layer}.lora_A.weight"] for whole in wholes]
+    right = wholes[0][f"{layer}.weight"] + SCALE * np.mean(products, axis=0)
+    np.testing.assert_allclose(read_whole(tmp_path / "mean").arrays[f"{layer}.weight"], right, atol=1e-6)
 
 
 BIAS, LOAD = "decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.expert_load"

@@ -16,6 +16,7 @@ from plugins.attention_balance.samples import build_gpt_index, causal_pairs, seg
 from plugins.errors import DataError, RecipeError
 from plugins.spike_guard import reference as spike_guard_reference
 from tests.tools.data.data_helpers import REPOSITORY, write_index
+from tools.data.imbalance import measure
 from tools.data.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance
 from tools.data.imbalance.recipe import SHARES, equal_costs, measure_steps, setting_of
 from tools.data.index import BrokenIndexError, IndexReader, map_lengths, write_corpus
@@ -169,6 +170,24 @@ def test_samples_that_the_spike_guard_leaves_out_are_not_measured(prefix: str, r
     np.testing.assert_allclose(result.steps.attention.before, expected)
     counts = segments_of(index, 0, len(index)).counts()[items]
     assert (result.samples.count, result.samples.total) == (80, counts.sum())
+
+
+@pytest.mark.parametrize("overrides", [[], [GUARD]])
+def test_the_index_is_copied_only_if_samples_are_left_out(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    """The index of a large corpus takes gigabytes."""
+    built, measured = [], []
+    real = measure.measure_steps
+    monkeypatch.setattr(measure, "build_gpt_index", lambda *given: built.append(build_gpt_index(*given)) or built[0])
+    monkeypatch.setattr(measure, "measure_steps", lambda *given: measured.append(given[0]) or real(*given))
+    imbalance(prefix, recipe_of(TWO_WORKERS, APART, "train_dataset.data_loader.sizes.0=80", *overrides), steps=2)
+    assert (measured[0] is built[0]) == (not overrides) and len(measured) == len(built) == 1
+    shared = [
+        np.shares_memory(measured[0].shuffle_index, built[0].shuffle_index),
+        measured[0].sample_index is built[0].sample_index,
+    ]
+    assert shared == [not overrides, True], "of the whole index only the order is copied"
 
 
 def reference_balance(costs: np.ndarray, layout: Layout) -> list[float]:
