@@ -24,7 +24,7 @@ from mindspore.common import dtype as mstype
 from mindspore.dataset import GeneratorDataset
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from plugins.batch_ramp.plan import SAMPLES, Division, Ramp, check, division_of
+from plugins.batch_ramp.plan import SAMPLES, Division, Ramp, check, division_of, scheduled
 from plugins.private_hooks import relies_on, replace, train_step
 
 # the numbers that follow the batch are read here and nowhere else
@@ -53,9 +53,7 @@ def enable(config, settings) -> None:
     monitor = MindFormerRegister.get_cls(kind, "MFLossMonitor")
     MindFormerRegister.register_cls(_ramping(monitor, ramp, stage), kind, alias="MFLossMonitor")
     if chosen.learning_rate == SAMPLES:
-        kind, name = MindFormerModuleType.LR, config.lr_schedule.type
-        schedule = MindFormerRegister.get_cls(kind, name)
-        MindFormerRegister.register_cls(_by_samples(schedule, ramp), kind, alias=name)
+        _count_samples(config, recipe, ramp)
 
 
 class Steps:
@@ -215,6 +213,18 @@ class BySamples(LearningRateSchedule):
         for begin, length, missing in self.stages:  # whole numbers of steps are exact in float32, unlike samples
             full = full - ops.minimum(ops.maximum(steps - begin, 0.0), length) * missing
         return self.schedule(full)
+
+
+def _count_samples(config, recipe, ramp: Ramp) -> None:
+    """Make the learning-rate schedule of `config` count samples. A schedule without `total_steps`, for which
+    MindFormers would take the number of the run's own steps, ends with the last sample of the run.
+    """
+    if config.lr_schedule.get("total_steps") in (None, -1):
+        steps = ramp.steps_of(int(config.train_dataset.data_loader.sizes[0]))
+        config.lr_schedule.total_steps = scheduled(recipe, ramp, steps)
+    kind, name = MindFormerModuleType.LR, config.lr_schedule.type
+    schedule = MindFormerRegister.get_cls(kind, name)
+    MindFormerRegister.register_cls(_by_samples(schedule, ramp), kind, alias=name)
 
 
 def _by_samples(schedule: type[LearningRateSchedule], ramp: Ramp):
