@@ -26,6 +26,7 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from plugins.batch_ramp.plan import SAMPLES, Division, Ramp, check, division_of, scheduled
 from plugins.private_hooks import relies_on, replace, train_step
+from plugins.semi_auto_cpu.chosen import chosen as chosen_on_cpu
 
 # the numbers that follow the batch are read here and nowhere else
 relies_on(MFLossMonitor, "throughput = self.global_batch_size / self.device_num / (per_step_seconds / 1000)")
@@ -43,7 +44,7 @@ def enable(config, settings) -> None:
     ramp = Ramp(chosen.stages, division.full)
     config.train_dataset.data_loader.ramped = True  # other data sets are batched by the same function
     _deal_by_steps(ramp, division)
-    stage = Stage(division)
+    stage = Stage(division, by_sample=config.context.device_target == "CPU" and not chosen_on_cpu(config))
     _begin_in(stage, ramp)
     if not division.whole:
         from plugins.semi_auto_cpu.adapter import compile_without_sink
@@ -119,10 +120,12 @@ class Stage:
     Attributes:
         samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
             ranks and micro-batches.
+        by_sample: whether routers know the number of samples, as those of `plugins.cpu_backend` do; MindFormers' own
+            routers only know the number of ranks.
     """
 
-    def __init__(self, division: Division):
-        self.division, self.samples = division, 0
+    def __init__(self, division: Division, by_sample: bool = True):
+        self.division, self.by_sample, self.samples = division, by_sample, 0
 
     def apply(self, step: nn.Cell, samples: int) -> None:
         """Prepare the train step for steps of `samples` samples; MindSpore then compiles a new graph for this number of
@@ -132,9 +135,10 @@ class Stage:
             return
         self.samples = samples
         if self.division.whole:
-            from plugins.cpu_backend.model import set_rows
+            if self.by_sample:
+                from plugins.cpu_backend.model import set_rows
 
-            set_rows(step.network, samples // self.division.ranks)
+                set_rows(step.network, samples // self.division.ranks)
             return
         kinds = (PipelineCellWithMultiOutputs, GradAccumulationCellWithMultiOutputs)
         (cutting,) = (cell for _, cell in step.cells_and_names() if isinstance(cell, kinds))

@@ -253,6 +253,13 @@ def test_a_schedule_along_samples_ends_with_the_run_where_no_end_is_written(monk
     assert config.lr_schedule.total_steps == end and registered == ["CosineWithWarmUpLR"]
 
 
+def test_routers_of_mindformers_keep_their_groups_in_a_model_that_is_not_split():
+    """Their auxiliary loss groups the tokens by rank; with a group for each sample it would be another loss."""
+    stage = Stage(Division(ranks=1, micro=8, micro_batches=1, pipeline=1, whole=True), by_sample=False)
+    stage.apply(None, 4)  # no cell of the network is looked at
+    assert stage.samples == 4
+
+
 def test_callbacks_divide_by_the_micro_batches_of_the_stage():
     from mindformers.core.callback.callback import MFLossMonitor, TopkBiasBalanceCallback
 
