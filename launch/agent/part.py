@@ -152,6 +152,8 @@ class Part:
         assert self.lookout
         world = len(self.plan.hosts) * self.plan.slots
         over = self.lookout.tick
+        if self.plan.resume:
+            recipe = Recipe({**recipe, "checkpoint": {**recipe["checkpoint"], "load_path": self.plan.resume}})
         return prepare(recipe, self.job.run_dir, self.folder, world, ranks, over=lambda: self.signals or over())
 
     def _ends(self, number: int) -> bool:

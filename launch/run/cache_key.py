@@ -19,8 +19,10 @@ from typing import Any
 
 from launch.resume import data
 from launch.run.msrun import ROOT
+from plugins.settings import value_at
 from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 from tools.schema.versions import installed
 
 # of the recipe: folders of this run, and what only callbacks between steps read
@@ -61,7 +63,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
     cached graph.
 
     Args:
-        recipe: flat and effective, `auto` resolved.
+        recipe: flat and effective, `auto` resolved; `checkpoint.load_path` is what this start loads.
         world: the number of workers of all nodes; `on_this_node`: the number on this node. Ranks have folders of their
             own in the cache.
 
@@ -71,6 +73,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
     """
     return {
         "recipe": dict(_settings(recipe)),
+        "first": _compiled_first(recipe),
         "files": {value: whole_digest(Path(value)) for value in _files_named(recipe)},
         "data": data.digests(recipe),
         "tokenizers": {str(file): whole_digest(file) for file in _files_of_tokenizers(recipe)},
@@ -121,6 +124,18 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _settings(value[key], f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+def _compiled_first(recipe: Recipe) -> str:
+    """Return which graph the workers compile first, "" if they compile no other graph than the train step's.
+
+    MindSpore identifies the files of its cache only by their number. `plugins.held_out_loss` evaluates before the first
+    step, but a sharded run that loads a checkpoint compiles its train step before it loads slices: with the other order
+    it would run the graph of an evaluation as its train step, and train nothing.
+    """
+    if value_at(recipe, "plugins.held_out_loss", False) in (None, False) or not View(recipe).parallel:
+        return ""
+    return "train step" if value_at(recipe, "checkpoint.load_path") else "evaluation"
 
 
 def _files_of_tokenizers(recipe: Recipe) -> list[Path]:

@@ -159,7 +159,7 @@ def prepare(
     them load cached graphs or none does.
 
     Args:
-        recipe: flat and effective.
+        recipe: flat and effective; `checkpoint.load_path` is what the attempt loads.
         attempt: the attempt's folder; MindSpore reads and writes `attempt/compile_cache`.
         world: the number of workers of all nodes; `ranks`: the ranks that this node starts.
         over: whether the attempt has ended, while this node waits for what the others can load.

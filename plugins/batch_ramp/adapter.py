@@ -24,8 +24,9 @@ from mindspore.common import dtype as mstype
 from mindspore.dataset import GeneratorDataset
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from plugins.batch_ramp.plan import SAMPLES, Division, Ramp, check, division_of
+from plugins.batch_ramp.plan import SAMPLES, Division, Ramp, check, division_of, scheduled
 from plugins.private_hooks import relies_on, replace, train_step
+from plugins.semi_auto_cpu.chosen import chosen as chosen_on_cpu
 
 # the numbers that follow the batch are read here and nowhere else
 relies_on(MFLossMonitor, "throughput = self.global_batch_size / self.device_num / (per_step_seconds / 1000)")
@@ -43,7 +44,7 @@ def enable(config, settings) -> None:
     ramp = Ramp(chosen.stages, division.full)
     config.train_dataset.data_loader.ramped = True  # other data sets are batched by the same function
     _deal_by_steps(ramp, division)
-    stage = Stage(division)
+    stage = Stage(division, by_sample=config.context.device_target == "CPU" and not chosen_on_cpu(config))
     _begin_in(stage, ramp)
     if not division.whole:
         from plugins.semi_auto_cpu.adapter import compile_without_sink
@@ -53,9 +54,7 @@ def enable(config, settings) -> None:
     monitor = MindFormerRegister.get_cls(kind, "MFLossMonitor")
     MindFormerRegister.register_cls(_ramping(monitor, ramp, stage), kind, alias="MFLossMonitor")
     if chosen.learning_rate == SAMPLES:
-        kind, name = MindFormerModuleType.LR, config.lr_schedule.type
-        schedule = MindFormerRegister.get_cls(kind, name)
-        MindFormerRegister.register_cls(_by_samples(schedule, ramp), kind, alias=name)
+        _count_samples(config, recipe, ramp)
 
 
 class Steps:
@@ -121,10 +120,12 @@ class Stage:
     Attributes:
         samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
             ranks and micro-batches.
+        by_sample: whether routers know the number of samples, as those of `plugins.cpu_backend` do; MindFormers' own
+            routers only know the number of ranks.
     """
 
-    def __init__(self, division: Division):
-        self.division, self.samples = division, 0
+    def __init__(self, division: Division, by_sample: bool = True):
+        self.division, self.by_sample, self.samples = division, by_sample, 0
 
     def apply(self, step: nn.Cell, samples: int) -> None:
         """Prepare the train step for steps of `samples` samples; MindSpore then compiles a new graph for this number of
@@ -134,9 +135,10 @@ class Stage:
             return
         self.samples = samples
         if self.division.whole:
-            from plugins.cpu_backend.model import set_rows
+            if self.by_sample:
+                from plugins.cpu_backend.model import set_rows
 
-            set_rows(step.network, samples // self.division.ranks)
+                set_rows(step.network, samples // self.division.ranks)
             return
         kinds = (PipelineCellWithMultiOutputs, GradAccumulationCellWithMultiOutputs)
         (cutting,) = (cell for _, cell in step.cells_and_names() if isinstance(cell, kinds))
@@ -215,6 +217,18 @@ class BySamples(LearningRateSchedule):
         for begin, length, missing in self.stages:  # whole numbers of steps are exact in float32, unlike samples
             full = full - ops.minimum(ops.maximum(steps - begin, 0.0), length) * missing
         return self.schedule(full)
+
+
+def _count_samples(config, recipe, ramp: Ramp) -> None:
+    """Make the learning-rate schedule of `config` count samples. A schedule without `total_steps`, for which
+    MindFormers would take the number of the run's own steps, ends with the last sample of the run.
+    """
+    if config.lr_schedule.get("total_steps") in (None, -1):
+        steps = ramp.steps_of(int(config.train_dataset.data_loader.sizes[0]))
+        config.lr_schedule.total_steps = scheduled(recipe, ramp, steps)
+    kind, name = MindFormerModuleType.LR, config.lr_schedule.type
+    schedule = MindFormerRegister.get_cls(kind, name)
+    MindFormerRegister.register_cls(_by_samples(schedule, ramp), kind, alias=name)
 
 
 def _by_samples(schedule: type[LearningRateSchedule], ramp: Ramp):

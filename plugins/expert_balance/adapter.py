@@ -64,8 +64,16 @@ def _in_graph(config, ours: Settings) -> None:
 
     graph.use_placed_experts(config)
     devices = config.parallel_config.expert_parallel if config.use_parallel else 1
-    parts = config.parallel_config.data_parallel if config.use_parallel else 1
-    _add_callback(config, ours, graph.CALLBACK, devices, Ramp((), parts * config.runner_config.batch_size))
+    _add_callback(config, ours, graph.CALLBACK, devices, _counted(config))
+
+
+def _counted(config) -> Ramp:
+    """Return as a `Ramp` the number of samples in a micro-batch of all data-parallel ranks. In a model that is not
+    split a step is one batch, which grows with `plugins.batch_ramp`.
+    """
+    division = division_of(config)
+    full = division.ranks * division.micro
+    return ramp_of(config, full) if division.whole else Ramp((), full)
 
 
 def _rows(config) -> Ramp:

@@ -142,7 +142,26 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         if callback.get("type") == "MFLossMonitor" and (callback.get("per_print_times") or 1) != 1:
             wrong = f"unless per_print_times is 1, MFLossMonitor reports only some steps, but {KEY} needs every step"
             raise RecipeError(f"{wrong}; write per_print_times: 1", "callbacks")
+        if callback.get("type") == "CheckpointMonitor":
+            _check_kept(settings, recipe, callback)
     return settings
+
+
+def _check_kept(settings: Settings, recipe: Mapping[str, Any], callback: Mapping[str, Any]) -> None:
+    """Raise RecipeError if the run may keep no checkpoint from before the steps that a spike leaves out, and would then
+    begin at step 1 again. `callback` is the recipe's CheckpointMonitor, whose older keys MindFormers reads where
+    the section `checkpoint` has none.
+    """
+    keys = ("save_max", "keep_checkpoint_max", 5), ("save_interleaved_steps", "save_checkpoint_steps", 1)
+    found = [value_at(recipe, f"checkpoint.{ours}") or callback.get(older) or default for ours, older, default in keys]
+    kept, every = found
+    if all(type(each) is int for each in found) and settings.skip - 1 > (kept - 1) * every:
+        raise RecipeError(
+            f"{KEY}.skip leaves out {settings.skip} steps after a spike, but of the checkpoints, saved every {every} "
+            f"steps, only {kept} are kept: none may be from before these steps, and the run would begin at step 1 "
+            f"again; write at least {1 - (1 - settings.skip) // every}, or a smaller {KEY}.skip",
+            "checkpoint.save_max",
+        )
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:

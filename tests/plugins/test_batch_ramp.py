@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mindformers import MindFormerConfig
 from mindformers.core.lr import ConstantWarmUpLR
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.dataset import GeneratorDataset
 
-from plugins.batch_ramp import reference
+from plugins.batch_ramp import adapter, reference
 from plugins.batch_ramp.adapter import BySamples, Stage, Steps
 from plugins.batch_ramp.plan import Division, Ramp, Settings, check, division_of, ramp_of, scheduled
 from plugins.errors import RecipeError
@@ -237,6 +238,26 @@ def test_a_schedule_along_samples_counts_steps_of_the_full_batch_of_the_adapter(
     along = [reference.full_steps(RAMP.stages, RAMP.full, step) for step in range(10)]
     np.testing.assert_allclose(got, np.minimum(np.array(along) / 4, 1.0), rtol=1e-6)
     assert along[4] == 2.0 and got[4] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("written", "end"), [(None, 12), (-1, 12), (40, 40)])
+def test_a_schedule_along_samples_ends_with_the_run_where_no_end_is_written(monkeypatch, written, end):
+    """MindFormers would take the 20 steps of the run, and a decay would end far above its last learning rate."""
+    recipe = with_ramp([[16, 4]], lr_schedule={"type": "CosineWithWarmUpLR", "total_steps": written})
+    recipe["plugins"]["batch_ramp"]["learning_rate"] = "samples"
+    recipe["train_dataset"] = {"data_loader": {"sizes": [16 * 4 + 4 * 8, 0, 0]}}
+    registered = []
+    monkeypatch.setattr(adapter.MindFormerRegister, "register_cls", lambda made, *_, alias: registered.append(alias))
+    config = MindFormerConfig(**recipe)
+    adapter._count_samples(config, recipe, Ramp(((16, 4),), 8))
+    assert config.lr_schedule.total_steps == end and registered == ["CosineWithWarmUpLR"]
+
+
+def test_routers_of_mindformers_keep_their_groups_in_a_model_that_is_not_split():
+    """Their auxiliary loss groups the tokens by rank; with a group for each sample it would be another loss."""
+    stage = Stage(Division(ranks=1, micro=8, micro_batches=1, pipeline=1, whole=True), by_sample=False)
+    stage.apply(None, 4)  # no cell of the network is looked at
+    assert stage.samples == 4
 
 
 def test_callbacks_divide_by_the_micro_batches_of_the_stage():

@@ -257,6 +257,8 @@ def test_settings_that_are_not_written():
 
 
 LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
+SAVED = {"checkpoint": {"save_interleaved_steps": 10},
+         "callbacks": [{"type": "CheckpointMonitor", "keep_checkpoint_max": 2}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -264,22 +266,21 @@ LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
     [
         ({}, None),
         ({"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, r"data_loader\.type: .* not of 'HFDataLoader'"),
-        (
-            {"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}},
-            r"data_loader\.shuffle: if the data is shuff",
-        ),
+        ({"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}}, r"data_loader\.shuffle: if the data"),
         ({"context": {"mode": 1}}, r"context\.mode: .* works only in graph mode"),
         ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: .* the second epoch"),
         ({"runner_config": {"sink_size": 4}}, r"runner_config\.sink_size"),
         ({"plugins": {"spike_guard": {}, "finite_loss": {"stop_after": 3}}}, r"stop_after: .* has no effect"),
         ({"plugins": {"spike_guard": {}, "finite_loss": False}}, None),
         ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"MFLossMonitor reports only some steps"),
+        ({"plugins": {"spike_guard": {"skip": 12}}, **SAVED}, r"save_max: .* begin at step 1 again; write at least 3,"),
+        ({"plugins": {"spike_guard": {"skip": 11}}, **SAVED}, None),
     ],
 )
 def test_where_it_cannot_work(more, words):
     recipe = {"train_dataset": {"data_loader": LOADER}, "plugins": {"spike_guard": {}}, **more}
     if words is None:
-        assert check(recipe) == Settings()
+        assert check(recipe) == Settings(**recipe["plugins"]["spike_guard"])
         return
     with pytest.raises(RecipeError, match=words):
         check(recipe)

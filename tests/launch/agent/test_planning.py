@@ -140,6 +140,16 @@ def test_a_plan_says_after_which_step_its_own_workers_begin(run, monkeypatch):
     assert given == [4]
 
 
+def test_the_compile_cache_is_asked_for_what_this_start_loads(run, monkeypatch):
+    a, given = run.agent(A), []
+    plan = replace(run.plan(a, 0), compile_cache="/caches")
+    monkeypatch.setattr("launch.agent.part.prepare", lambda recipe, *_, **__: given.append(recipe["checkpoint"]))
+    for resume in (None, "/run/checkpoint/iteration_00000008"):
+        part = Part(a.job, replace(plan, resume=resume), Standing(), Limits(), lookout=SimpleNamespace(tick=None))
+        part._cache(a.job.recipe, range(2))
+    assert [each.get("load_path") or None for each in given] == [None, "/run/checkpoint/iteration_00000008"]
+
+
 def test_a_late_rank_that_writes_an_older_ledger_makes_nothing_trained_again(run):
     a, b = run.agent(A), run.agent(B)
     first = run.plan(a, 0)

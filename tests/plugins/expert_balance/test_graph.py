@@ -13,8 +13,8 @@ import pytest
 from mindspore import Tensor
 
 from plugins.errors import ClusterError
+from plugins.expert_balance import adapter, executor, graph
 from plugins.expert_balance import callback as callbacks
-from plugins.expert_balance import executor, graph
 from plugins.expert_balance.callback import Alone, Experts
 from plugins.expert_balance.graph import CollectiveRanks, ShardedExpertBalance
 from tests.plugins.cpu_backend.ranks import meshes, on_ranks
@@ -168,3 +168,17 @@ def test_it_compiles_for_virtual_devices(forks, tmp_path):
     done = forks.python("-m", "tests.plugins.expert_balance.compile_exchange", out)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(out.read_text()) == [["AlltoAllV", list(range(VIRTUAL)), {"block_size": 1}]]
+
+
+@pytest.mark.parametrize(("split", "counted"), [(False, [4, 8]), (True, [4, 4])])
+def test_the_counted_samples_grow_with_the_batch_where_a_step_is_one_batch(split, counted):
+    """A sharded graph counts micro-batches, whose size does not grow."""
+    recipe = {
+        "use_parallel": split,
+        "parallel": {"parallel_mode": 1},
+        "parallel_config": {"data_parallel": 2},
+        "runner_config": {"batch_size": 2 if split else 8, "gradient_accumulation_steps": 4 if split else 1},
+        "plugins": {"batch_ramp": {"stages": [[3, 4]]}},
+    }
+    samples = adapter._counted(recipe)
+    assert [samples.batch_at(step) for step in (3, 4)] == counted
