@@ -277,7 +277,7 @@ def in_step(graph: GraphText, peers: Mapping[str, GraphText]) -> dict[str, Graph
         found[axis], both = copy.deepcopy(graph), Peers(graph, {"next": peer})
         for place, (name, nodes) in enumerate(graph.graphs.items()):
             for number, node in enumerate(nodes):
-                if both.differs(name, number):
+                if node.op and both.differs(name, number):  # a call of a graph, whose name may differ, has no constants
                     found[axis].graphs[name][number].head = both.counterpart("next", place, number, node).head
     return found
 
