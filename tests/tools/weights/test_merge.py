@@ -98,6 +98,13 @@ def test_what_is_refused(tmp_path, recipe):
     wider = recipe_of(tmp_path / "wider", {"plugins": {"lora": LORA | {"rank": 3}}})
     with pytest.raises(CheckpointError, match=r"not the adapters that .*lora_A\.weight \[2, .* instead of"):
         plan_merge(source, wider, 10**9)
+    (tmp_path / "run" / "attempts").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+    own, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
+    plan_merge(open_source(own), recipe, 10**9)
+    half = recipe_of(tmp_path / "half", {"plugins": {"lora": LORA | {"alpha": LORA["alpha"] / 2}}})
+    with pytest.raises(RecipeError, match=r"other settings .*: plugins\.lora\.alpha / rank was 3, would be 1\.5"):
+        plan_merge(open_source(own), half, 10**9)
     more = recipe_of(tmp_path / "more", {"plugins": {"lora": LORA | {"targets": ["*"]}}})
     with pytest.raises(CheckpointError, match=r"no decoder\.layers\.0\.mlp\.linear_fc1\.lora_A\.weight"):
         plan_merge(source, more, 10**9)
