@@ -33,6 +33,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
+from tools.weights.convert_plan import settings_of_run
 from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
@@ -88,6 +89,13 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}; give another checkpoint")
     recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
     _refuse_model(recipe, source)
+    file, changed = settings_of_run(source.path, recipe)
+    if changed:
+        click.echo(
+            f"--recipe {recipe_file}: {source.path} was trained with other settings ({file}), so this is not the text "
+            f"of the trained model: {'; '.join(changed)}",
+            err=True,
+        )
     return Chosen(source, recipe)
 
 

@@ -20,6 +20,7 @@ import click
 
 from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from launch.resume.model import refuse_other_scale
+from launch.run.preflight import PARTS
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.lines import number_of
 from plugins.sealed_checkpoint.plan import (
@@ -43,11 +44,13 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
+from tools.checkpoint.stored import loaded_from
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts, recipe_file
+from tools.weights.convert_plan import changed_settings
 
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
@@ -195,7 +198,8 @@ def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
 
 
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
-    """Raise CheckpointError if the run would read the data in another order after `checkpoint` than before.
+    """Raise CheckpointError if the run would read the data in another order after `checkpoint` than before, or if its
+    model would compute something else from the same weights.
 
     Other data at the same path also counts as another order.
     """
@@ -209,6 +213,12 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
         before["plugins"]["spike_guard"] = {**(before["plugins"]["spike_guard"] or {}), "skipped": own}
     _refuse_cut_averages(before, recipe, checkpoint)
     refuse_other_scale(before, recipe, checkpoint.path)
+    if changed := changed_settings(before, recipe):
+        raise CheckpointError(
+            f"{checkpoint.path}: the model would compute something else from the first step on, because its settings "
+            f"differ from those of {stored}: {'; '.join(changed)}. Undo this change, or start a new run from the "
+            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+        )
     batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one
     found = differences(before, recipe, checkpoint.step, batch) or replaced(stored.parent, recipe)
     if found:
@@ -300,6 +310,20 @@ def clear_save_path(root: Path) -> None:
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*"), *root.glob(f"{MOVING}*")]:
         shutil.rmtree(folder)
     renew_tracker(root)  # which may name what is gone
+
+
+def check_kept(recipe: Recipe, run_dir: Path, root: Path) -> None:
+    """Raise CheckpointError if --force would remove the weights with which the new run is to begin."""
+    path = View(recipe).get(("checkpoint", "load_path"))
+    if not isinstance(path, str) or not path:
+        return
+    wanted = real_path(loaded_from(Path(path)))
+    removed = [*(run_dir / part for part in PARTS), *filter(is_sealed, iterations(root))]
+    if any(each in (wanted, *wanted.parents) for each in map(real_path, removed)):
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: --force would remove these weights, with which the new run is to begin; "
+            "write the new run to another --run-dir"
+        )
 
 
 def take_stock(run_dir: Path, root: Path) -> None:

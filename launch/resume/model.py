@@ -44,8 +44,11 @@ from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert_plan import model_of as weights_model_of
-from tools.weights.hugging_face_names import table
+from tools.weights.convert_plan import settings_of_run
+from tools.weights.hugging_face_config import check_config
+from tools.weights.hugging_face_names import hugging_face_shapes, table
 from tools.weights.reshard_target import target_of
+from tools.weights.source import open_source
 
 _LISTED = 3  # tensors in a message
 _OTHER_NAMES = "LayerNorm"  # its weights are called gamma and beta, which no module here knows
@@ -234,11 +237,16 @@ def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
 
 def check_load_path(recipe: Recipe) -> None:
     """Raise CheckpointError if a new run cannot begin with the weights in `checkpoint.load_path`: the folder is missing
-    or holds no weights, its experts are in an order that the recipe does not know, or the weights are of another model.
+    or holds no weights, its experts are in an order that the recipe does not know, or the weights are of another model
+    (for a Hugging Face folder: config.json describes another model).
     """
     path = View(recipe).get(("checkpoint", "load_path"))
-    if not isinstance(path, str) or not path or Path(path).is_file():
-        return  # one file is of MindFormers' legacy format
+    if not isinstance(path, str) or not path:
+        return
+    if Path(path).is_file():  # which only MindFormers' legacy format takes
+        if View(recipe).flag(("use_legacy_format",), True):
+            return
+        raise CheckpointError(f"checkpoint.load_path: {path}: this is a file; {_HOW_TO_BEGIN}")
     try:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
@@ -253,6 +261,35 @@ def check_load_path(recipe: Recipe) -> None:
     _refuse_hidden_resume(recipe, Path(path))
     if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
         _check_beginning(recipe, loaded_from(Path(path)))
+    else:
+        _check_hugging_face(recipe, Path(path))
+
+
+def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
+    """Raise CheckpointError if a new run cannot begin with the weights in a Hugging Face folder: a file is missing or
+    damaged, or config.json or the shapes of the weights are those of another model.
+
+    The weights of a model whose names in Hugging Face's form are not known are not compared.
+    """
+    try:
+        held = {name: header.shape for name, header in open_source(folder).headers.items()}
+        sizes = weights_model_of(recipe)
+        check_config(folder, sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.load_path: {error}") from None
+    except (RecipeError, TypeError, KeyError, ValueError):
+        return
+    wanted = hugging_face_shapes(sizes)
+    wrong = [
+        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        for name, shape in wanted.items()
+        if held.get(name, shape) != shape
+    ]
+    if wrong := wrong + [f"no {name}" for name in wanted if name not in held]:
+        raise CheckpointError(
+            f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model: {_listed(wrong)}; name "
+            "the folder of this model's weights, or the recipe of these weights"
+        )
 
 
 def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
@@ -282,7 +319,17 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
         raise CheckpointError(
             f"checkpoint.load_path: {folder}: this is not a complete checkpoint: {reason}; name another checkpoint"
         )
-    wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
+    file, changed = settings_of_run(folder, recipe)
+    if changed:  # which is meant where a context is extended
+        click.echo(
+            f"checkpoint.load_path: {folder}: the weights were trained with other settings ({file}): "
+            f"{'; '.join(changed)}",
+            err=True,
+        )
+    try:
+        wanted, held = _shapes_of(recipe) or {}, _shapes_in(open_stored(folder, weights_only=True))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.load_path: {error}") from None
     _refuse_adapters(recipe, folder, wanted, held)
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
     others = [

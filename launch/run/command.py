@@ -77,6 +77,11 @@ class Asked:
             raise click.UsageError("--resume continues a run and --force starts over: choose one")
         if self.script and self.mini:
             raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
+        other = {"--force": self.force, "--dry-run": self.dry_run, "--json": self.as_json}
+        if self.script and (given := [name for name, chosen in other.items() if chosen]):
+            raise click.UsageError(
+                f"--script only prints a script, in which {given[0]} has no effect: leave one of the two out"
+            )
         if self.script and (self.restarts > 0 or self.cached):
             raise click.UsageError(
                 "--restarts and --compile-cache do not work with --script; on a cluster use tc3 agent, which restarts "
@@ -247,6 +252,7 @@ def checks(
         lambda: None if goes_on or slots else check_load_path(recipe),
         lambda: preflight.check_run_dir(run_dir, goes_on, force, saves),
         lambda: checkpoints.check_save_path(saves, goes_on, bool(force)),
+        lambda: checkpoints.check_kept(recipe, run_dir, saves) if force else None,
         lambda: preflight.check_disk(run_dir),
         lambda: preflight.check_disk(saves),
         lambda: None if port is None else check_port(port),

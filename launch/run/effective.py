@@ -113,6 +113,8 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
                 err=True,
             )
     changed = apply_overrides(flat, overrides)
+    if place := next((text for text in overrides if text.partition("=")[0].strip() == "output_dir"), None):
+        raise RecipeError(f"--set {place}: a run writes to the folder that --run-dir names; write --run-dir FOLDER")
     for override in overrides:
         if others := also_changed(flat, override, changed):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
 from tools.check.plugins import check_dispatch
-from tools.checkpoint.scan import iterations
+from tools.checkpoint.scan import is_sealed, iterations
 from tools.data.index import read_blend
 from tools.data.outputs import read_sidecar
 from tools.files.atomic import becomes
@@ -84,6 +84,8 @@ def check_sound(recipe: Recipe) -> None:
     card against training a recipe is only printed, because a user may want to train the recipe at toy size or with its
     plugins.
     """
+    if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune"):
+        raise RecipeError(f"run_mode: {mode}: a run trains the model, but with settings of this mode; write train")
     if said := modelled(recipe):
         click.echo(said, err=True)
     errors = check_recipe(recipe).errors
@@ -115,7 +117,18 @@ def check_data(recipe: Mapping[str, Any]) -> None:
             hint = did_you_mean(os.path.normpath(prefix), sorted(known))
             make = _hold_out(prefix, prefixes, recipe) if key == _HELD_OUT else _prepare(prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} cannot be found{hint}; make the dataset with: {make}")
+    _refuse_trained(prefixes, recipe)
     _check_tokenizers(datasets)
+
+
+def _refuse_trained(training: Iterable[str], recipe: Mapping[str, Any]) -> None:
+    """Raise DataError if the held-out data is also trained on, because its loss would say nothing about other text."""
+    used = set(map(os.path.realpath, training))
+    if same := next((name for name in held_out(recipe) if os.path.realpath(name) in used), None):
+        raise DataError(
+            f"{_HELD_OUT}: {same} is trained on as well, so its loss is not that of text never trained on; name other "
+            f"data, or train without it: --set {_HELD_OUT.rpartition('.')[0]}=False"
+        )
 
 
 def _check_instructions(recipe: Mapping[str, Any]) -> None:
@@ -137,6 +150,7 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
                 f"{key}: {file} was not found{hint}; name a file with your own conversations, or make a file of "
                 f"examples: {make}"
             )
+    _refuse_trained(files, recipe)
 
 
 def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
@@ -225,6 +239,11 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     Raises:
         ClusterError: a run is in progress in one of the two (agents may join it, and get no error).
     """
+    if outer := next((folder for folder in run_dir.parents if is_sealed(folder)), None):
+        raise CheckpointError(
+            f"{run_dir}: this folder would lie in the checkpoint {outer}, and be removed together with it; choose "
+            "another --run-dir"
+        )
     if force is not None:
         for folder in filter(None, (run_dir, saves)):  # two runs may have a folder of checkpoints in common
             refuse_busy(folder, _in_progress)

@@ -460,7 +460,7 @@ def loaded_from(folder: Path) -> Path:
     folder names, or the folder itself if there is no tracker file.
     """
     tracker = folder / TRACKER
-    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
+    if tracker.exists() and (number := tracker.read_text(encoding="ascii", errors="replace").strip()).isdecimal():
         return folder / f"iteration_{int(number):08d}"
     return folder
 

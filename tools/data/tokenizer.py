@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -164,7 +165,7 @@ def _load_hugging_face(folder: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # its loaders let anything through, KeyError included
-        reason = str(error).strip().split("\n")[0]
+        reason = shorten(str(error).strip().split("\n")[0], 200, placeholder=" ...")  # one lists hundreds of models
         hint = "; its own code runs only with --trust-remote-code" if "trust_remote_code" in str(error) else ""
         raise DataError(
             f"--tokenizer {folder}: this is not a tokenizer that transformers can load ({reason}){hint}"

@@ -306,7 +306,7 @@ def _numbers(version: str) -> list[int]:
 @check(
     why="the run ends if a checkpoint does not fit on the disk; if the folder is shared, all nodes write to this disk",
     source="12 bytes a parameter: weights and AdamW's moments in float32",
-    mend="choose an output_dir with more room (--set output_dir=...), or keep fewer checkpoints",
+    mend="write the run to a disk with more room (tc3 train --run-dir FOLDER), or keep fewer checkpoints",
 )
 def checkpoint_room(patient: Patient) -> Answer:
     """Check that the disk has room for a whole checkpoint of the recipe."""

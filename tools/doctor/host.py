@@ -316,7 +316,7 @@ def clock(patient: Patient) -> Answer:
 @check(
     why="a full disk ends a run at its next checkpoint",
     source="df(1)",
-    mend="choose an output_dir with more room (--set output_dir=...)",
+    mend="write the run to a disk with more room (tc3 train --run-dir FOLDER)",
 )
 def disk(patient: Patient) -> Answer:
     """Check that the disk of the checkpoints has enough free space."""

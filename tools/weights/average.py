@@ -15,7 +15,7 @@ from plugins.lora.plan import is_adapter
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
-from tools.files.atomic import atomic_folder
+from tools.files.atomic import atomic_folder, real_path
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target
 
@@ -116,7 +116,13 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     if len(sources) < 2:
         raise CheckpointError("an average needs at least two checkpoints; give more")
     first = sources[0]
+    known: dict[str, Path] = {}
     for source in sources:
+        if (same := known.setdefault(str(real_path(source.path)), source.path)) is not source.path:
+            raise CheckpointError(
+                f"{source.path}: this checkpoint is named twice (as {same}); name each checkpoint once, and give one "
+                "of them a larger share with --weights"
+            )
         if source.form != "MindFormers":
             raise CheckpointError(
                 f"{source.path}: the form of these weights is {source.form!r}; only checkpoints of runs (folders "

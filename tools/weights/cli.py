@@ -22,7 +22,7 @@ from tools.ranges import Number, overrides_option
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.average import average, check_average
-from tools.weights.convert import convert
+from tools.weights.convert import check_tokenizer, convert
 from tools.weights.convert_plan import DTYPES, prepare
 from tools.weights.inventory import (
     SALVAGED_LINE,
@@ -235,6 +235,8 @@ def convert_command(
             "--tokenizer copies a tokenizer beside weights for Hugging Face, but FROM is already in that form"
         )
     conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
+    if tokenizer:
+        check_tokenizer(tokenizer, conversion.sizes.hf["vocab_size"])
     damaged: list[str] = []
     if not dry_run:
         refuse_target(target)

@@ -24,6 +24,7 @@ from plugins.lines import flush
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
+from tools.data.instructions import read_tokenizer
 from tools.files.atomic import flush_all, not_written
 from tools.process.children import ordered_map
 from tools.weights.convert_plan import Plan, Shard
@@ -160,7 +161,26 @@ def crc32(array: np.ndarray) -> int:
 
 
 TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
+_VOCABULARY = ("tokenizer.", "vocab")  # one of these holds the tokens of a tokenizer
 _PLAN = "plan.json"
+
+
+def check_tokenizer(folder: Path, known: int) -> None:
+    """Raise DataError if `folder` holds no tokenizer, or one with more ids than the `known` ids of the model; only the
+    ids of a tokenizer.json are counted.
+    """
+    if not any(path.name.startswith(_VOCABULARY) for path in folder.iterdir() if path.is_file()):
+        raise DataError(
+            f"--tokenizer {folder}: the folder holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
+            "name the tokenizer of the data that the model was trained on, such as PREFIX_tokenizer of tc3 data prepare"
+        )
+    loaded = read_tokenizer("--tokenizer", folder)
+    ids = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1 if loaded else 0
+    if ids > known:
+        raise DataError(
+            f"--tokenizer {folder}: this tokenizer has {ids:,} ids, but the model has only {known:,}; name the "
+            "tokenizer of the data that the model was trained on"
+        )
 
 
 def convert(

@@ -8,6 +8,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from plugins import of_the_model
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import HEAD, copies
-from plugins.lora.plan import is_adapter
+from plugins.lora import plan as lora
 from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
@@ -27,7 +28,7 @@ from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
-from tools.weights.hugging_face_config import BASE, check_config, stretched_as_telechat3
+from tools.weights.hugging_face_config import BASE, check_config, differences, stretched_as_telechat3
 from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
 from tools.weights.hugging_face_sizes import LATENT_EPS, Sizes, dense_sizes_of, sizes_of
 from tools.weights.source import SINGLE, Source
@@ -291,7 +292,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     if source.form == "one file":
         raise CheckpointError(f"{source.path}: this is a single file; give the folder that holds the whole checkpoint")
     source.require_whole()
-    if any(map(is_adapter, source.headers)):
+    if any(map(lora.is_adapter, source.headers)):
         raise CheckpointError(
             f"{source.path}: the checkpoint holds adapters beside the weights; first merge the adapters into the "
             f"weights: tc3 weights merge {shlex.quote(str(source.path))} TO"
@@ -302,6 +303,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     config = check_config(source.path, sizes) if to == "MindFormers" else None
     tied = bool(config and config.get("tie_word_embeddings"))
     plan = plan_conversion(source.headers, sizes, to, dtype, limit, tied)
+    refuse_other_settings(source, file, loaded)
     ends = View(loaded).get((*LOADER, "config", "eod"))
     return Conversion(plan, sizes, file, config is not None, ends if type(ends) is int else None)
 
@@ -310,12 +312,46 @@ def recipe_beside(source: Source) -> Path:
     """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*; raise RecipeError if this file
     does not exist.
     """
-    file = source.path.absolute().parent.parent / "recipe.yaml"
+    file = _beside(source.path)
     if not file.exists():
         raise RecipeError(
             f"--recipe: {source.path} is not in the folder of a run, so name the recipe of its model with this option"
         )
     return file
+
+
+def _beside(folder: Path) -> Path:
+    return folder.absolute().parent.parent / "recipe.yaml"
+
+
+def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
+    """Return in words the settings with which `asked` would compute other results from the weights that `trained` has
+    trained, as far as the two models can be compared; no shape of a weight shows these settings.
+    """
+    with suppress(RecipeError, TypeError, KeyError, ValueError):
+        return differences(model_of(trained), model_of(asked))
+    return []
+
+
+def settings_of_run(checkpoint: Path, asked: Recipe) -> tuple[Path, list[str]]:
+    """Return the path of the recipe of the run that saved `checkpoint`, and in words how the settings of the recipe
+    `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
+    """
+    file = _beside(checkpoint)
+    known = checkpoint.absolute().name.startswith("iteration_") and file.exists() and is_of_run(file)
+    return file, changed_settings(load_recipe(file), asked) if known else []
+
+
+def refuse_other_settings(source: Source, recipe: Path, asked: Recipe) -> None:
+    """Raise RecipeError if `recipe`, which holds `asked`, would compute other results from the weights in `source` than
+    the run that trained them.
+    """
+    file, changed = settings_of_run(source.path, asked)
+    if changed:
+        raise RecipeError(
+            f"--recipe {recipe}: the weights in {source.path} were trained with other settings ({file}): "
+            f"{'; '.join(changed)}; leave --recipe out, so that the recipe of the run is taken"
+        )
 
 
 def model_of(recipe: Recipe) -> Sizes:

@@ -90,6 +90,18 @@ def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
     return content
 
 
+def differences(before: Sizes, after: Sizes) -> list[str]:
+    """Return in words the settings with which the model `after` would compute other results from the weights of the
+    model `before`; the shapes of weights are not compared.
+    """
+    old, new = ({**each.hf, "use_interleaved_weight_layout_mlp": each.interleaved} for each in (before, after))
+    return [
+        f"{name} was {old.get(name)!r}, would be {new.get(name)!r}"
+        for name in {**old, **new}
+        if name not in _UNCOMPARED and name not in _IN_SHAPES and not _same(old.get(name), new.get(name))
+    ]
+
+
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # of transformers
 _KINDS = {name: kind for kind, name in yarn_plan.ROPE_TYPES.items()}
 

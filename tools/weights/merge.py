@@ -26,7 +26,7 @@ from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert import finish_mindformers
-from tools.weights.convert_plan import file_of, in_files, recipe_beside
+from tools.weights.convert_plan import file_of, in_files, recipe_beside, refuse_other_settings
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target, require_room
 
@@ -79,6 +79,7 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     if written is False:
         raise RecipeError(f"{file}: {KEY}: the recipe trains no adapters, so there is nothing to merge")
     settings = read_lora(written, loaded, convert(View(loaded), load_schema()).fields)
+    refuse_other_settings(source, file, loaded)
     wanted = require_adapters(source, settings, loaded)
     kept = {name: header for name, header in source.headers.items() if not is_adapter(name) and is_of_the_model(name)}
     files = in_files({name: header.bytes for name, header in kept.items()}, limit)

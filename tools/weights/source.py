@@ -171,9 +171,19 @@ def is_of_the_model(name: str) -> bool:
 
 
 def refuse_target(target: Path) -> None:
-    """Raise CheckpointError if the folder to which weights are to be written exists already."""
-    if target.exists():
+    """Raise CheckpointError if the folder to which weights are to be written exists already, lies in a checkpoint, or
+    would be taken for a checkpoint of the run beside whose checkpoints it lies.
+    """
+    if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target}: the folder exists; remove it, or name another one")
+    beside = target.absolute().parent
+    if around := next((folder for folder in (beside, *beside.parents) if is_sealed(folder)), None):
+        raise CheckpointError(f"{target}: the folder would lie in the checkpoint {around}; name a folder outside of it")
+    if target.name.startswith("iteration_") and any(map(is_sealed, iterations(beside))):
+        raise CheckpointError(
+            f"{target}: a resume of the run whose checkpoints lie in {beside} would take the folder for one of them; "
+            "name another folder"
+        )
 
 
 _MARGIN = 1.02  # headers, indices, metadata, seals, checksums

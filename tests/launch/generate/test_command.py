@@ -64,6 +64,16 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
         choose(run / "checkpoint" / "iteration_00000002", smaller)
 
 
+def test_settings_that_the_run_did_not_train_with_are_said(run, tmp_path, capsys):
+    (run / "attempts").mkdir()
+    other = tmp_path / "other.yaml"
+    other.write_text(f"base_config: {MINI}\nmodel:\n  model_config:\n    rope_theta: 5.e+4\n")
+    choose(run / "checkpoint" / "iteration_00000002", MINI)
+    assert not capsys.readouterr().err
+    choose(run / "checkpoint" / "iteration_00000002", other)
+    assert "so this is not the text of the trained model: rope_theta was 10000.0, would be" in capsys.readouterr().err
+
+
 def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_path):
     """They were counted as weights of the model, and the run's own recipe was said to be that of another model."""
     recipe, plain = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}}), recipe_of(tmp_path / "plain")

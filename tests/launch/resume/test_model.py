@@ -1,11 +1,14 @@
 """These tests compare a checkpoint with models that nothing converts to Hugging Face: experts in every second layer or
-without a shared expert, and grouped queries with norms or biases. Adapters are compared with their recipe, too.
+without a shared expert, and grouped queries with norms or biases. Adapters, settings that no shape shows and Hugging
+Face folders are compared with their recipe, too.
 """
 
+import json
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from launch.resume.checkpoints import check_data_order
 from launch.resume.model import check_load_path, check_model
@@ -13,10 +16,13 @@ from plugins.errors import CheckpointError
 from tests.tools.checkpoint.saved import Saved
 from tests.tools.test_model import VARIANTS, variant
 from tests.training.runs import ROOT
+from tools.accuracy.reference.start import initial_weights
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
+from tools.weights.convert_plan import model_of as weights_model_of
+from tools.weights.hugging_face_config import config_of
 from tools.weights.reshard_target import target_of
 
 STRANGERS = [
@@ -126,3 +132,39 @@ def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, word
     name, _, value = words.partition("=")
     with pytest.raises(CheckpointError, match=rf"{name} is {value}, so MindFormers would resume .* --resume \S+04$"):
         check_load_path(apply_overrides(recipe, [words]))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("model.model_config.rope_theta=50000.0", r"rope_theta was 10000\.0, would be 50000\.0"),
+        ("model.model_config.routed_scaling_factor=1.0", r"routed_scaling_factor was 2\.8, would be 1\.0"),
+        ("optimizer.weight_decay=0.2", None),
+        ("model.model_config.moe_aux_loss_coeff=0.1", None),
+    ],
+)
+def test_a_resume_goes_on_with_the_model_that_was_trained(tmp_path, change, said):
+    """No shape shows these settings: the run went on with a model that computes something else."""
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    recipe["checkpoint"]["save_path"] = str(tmp_path / "checkpoint")
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    checkpoint = CheckpointInfo(tmp_path / "checkpoint" / "iteration_00000004", 4)
+    with nullcontext() if said is None else pytest.raises(CheckpointError, match=rf"something else .*: {said}\. Undo"):
+        check_data_order(apply_overrides(recipe, [change]), tmp_path, checkpoint)
+
+
+def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path):
+    """The workers compared names only, after they had compiled; rope_theta and its like were compared by nobody."""
+    recipe = apply_overrides(load_recipe(ROOT / "recipes/mini/pretrain.yaml"), [f"checkpoint.load_path={tmp_path}"])
+    sizes = weights_model_of(recipe)
+    save_file(initial_weights(sizes, 0), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(sizes, "float32")))
+    check_load_path(recipe)
+    other = apply_overrides(recipe, ["model.model_config.rope_theta=50000.0"])
+    with pytest.raises(CheckpointError, match=r"load_path: .*config\.json: .*rope_theta is 10000\.0, but"):
+        check_load_path(other)
+    (tmp_path / "config.json").unlink()
+    check_load_path(other)
+    wider = apply_overrides(recipe, ["model.model_config.intermediate_size=192"])
+    with pytest.raises(CheckpointError, match=r"not the weights of the recipe's model: model\.layers\.0\S+ is \["):
+        check_load_path(wider)

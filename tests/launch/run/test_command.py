@@ -203,6 +203,19 @@ def test_force_starts_over_in_a_clean_folder(train, runs, workplace):
     assert len((workplace / "output/mini-toy/metrics/rank_0.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("place", ["run/checkpoint", "run/checkpoint/iteration_00000040", "shared/iteration_00000040"])
+def test_force_does_not_remove_the_weights_with_which_the_run_begins(train, runs, save, workplace, monkeypatch, place):
+    monkeypatch.setattr(command, "check_load_path", lambda recipe: None)
+    weights, other = save(workplace / place.split("/iteration")[0], 40), save(workplace / "other", 40)
+    (workplace / "run").mkdir(exist_ok=True)
+    (workplace / "run" / "recipe.yaml").write_text("{}")
+    start = ("mini/toy.yaml", "--force", "--run-dir", "run")
+    start += ("--set", "checkpoint.save_path=shared") if place.startswith("shared") else ()
+    code, _, err = train(*start, "--set", f"checkpoint.load_path={place}")
+    assert code == 2 and not runs and weights.exists() and "--force would remove these weights" in err
+    assert train(*start, "--set", f"checkpoint.load_path={other}")[0] == 0 and other.exists()
+
+
 REFUSALS = {
     "unknown recipe": (["mini/tyo.yaml"], "no such recipe (did you mean 'mini/toy.yaml'?)"),
     "typo in --set": (

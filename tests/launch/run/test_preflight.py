@@ -325,8 +325,9 @@ def prepared(prefix, fingerprint=None):
 
 
 def test_data_of_two_tokenizers_is_refused_held_out_data_too(tmp_path):
-    ours, other, unknown = (
-        prepared(tmp_path / name, mark) for name, mark in (("a", "1" * 64), ("b", "2" * 64), ("c", None))
+    ours, other, same, unknown = (
+        prepared(tmp_path / name, mark)
+        for name, mark in (("a", "1" * 64), ("b", "2" * 64), ("d", "2" * 64), ("c", None))
     )
     held_out = {"plugins": {"held_out_loss": {"data_path": other, "samples": 8, "every": 1}}}
     words = rf"held_out_loss.data_path: {other} was prepared with another tokenizer \(2{{12}}\) than {ours} \(1{{12}}\)"
@@ -334,7 +335,7 @@ def test_data_of_two_tokenizers_is_refused_held_out_data_too(tmp_path):
         preflight.check_data(recipe_for(["1", unknown, "1", ours]) | held_out)
     with pytest.raises(DataError, match=rf"config.data_path: {other} was prepared with another"):
         preflight.check_data(recipe_for([ours, other, unknown]))
-    preflight.check_data(recipe_for([other, unknown]) | held_out)
+    preflight.check_data(recipe_for([same, unknown]) | held_out)
     preflight.check_data(recipe_for([unknown]) | held_out)
 
 

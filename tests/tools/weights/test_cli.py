@@ -210,9 +210,24 @@ def test_the_recipe_of_the_run_is_taken_and_otherwise_asked_for(mini, tmp_path):
     (run / "checkpoint").mkdir(parents=True)
     (run / "recipe.yaml").write_text(f"base_config: {MINI}\n")
     call(mini, run / "checkpoint" / "iteration_00000001", "--recipe", MINI)
-    assert f"holds {len(initial_weights(model_of(load_recipe(MINI)), 0))} tensors" in call(
-        run / "checkpoint" / "iteration_00000001", tmp_path / "back"
-    )
+    saved = run / "checkpoint" / "iteration_00000001"
+    assert f"holds {len(initial_weights(model_of(load_recipe(MINI)), 0))} tensors" in call(saved, tmp_path / "back")
+
+
+def test_another_recipe_than_that_of_the_run_must_compute_the_same(mini, tmp_path):
+    """The wrong base of RoPE, or number of experts of a token, was written into config.json."""
+    run = tmp_path / "run"
+    (run / "attempts").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(f"base_config: {MINI}\n")
+    call(mini, run / "checkpoint" / "iteration_00000001", "--recipe", MINI)
+    other = tmp_path / "other.yaml"
+    other.write_text(f"base_config: {MINI}\nmodel: {{model_config: {{rope_theta: 5.e+4, num_experts_per_tok: 2}}}}\n")
+    said = call(run / "checkpoint" / "iteration_00000001", tmp_path / "back", "--recipe", other)
+    assert f"--recipe {other}: the weights in" in said and "leave --recipe out" in said
+    assert "num_experts_per_tok was 4, would be 2; rope_theta was 10000.0, would be 50000.0" in said
+    assert not (tmp_path / "back").exists()
+    other.write_text(f"base_config: {MINI}\noptimizer: {{weight_decay: 0.2}}\n")
+    assert "holds" in call(run / "checkpoint" / "iteration_00000001", tmp_path / "back", "--recipe", other)
 
 
 def called(*words):
