@@ -60,6 +60,7 @@ class Model:
         streams, sinkhorn: residual streams of each layer but MTP's (`plugins.hyper_connections`), and the iterations of
             their mapping; 1 is an ordinary residual.
         node_limit: most nodes that a token's experts lie on; 0: any (DeepSeek-V3: 4).
+        groups: consecutive experts are in that many groups, and `node_limit` counts groups, which need not be nodes.
     """
 
     pattern: tuple[str, ...]
@@ -88,6 +89,7 @@ class Model:
     dropout: bool = False
     biased: bool = False
     node_limit: int = 0
+    groups: int = 0
     streams: int = 1
     sinkhorn: int = 0
 
@@ -110,6 +112,15 @@ class Model:
     def last_kind(self) -> str:
         """Return the kind of the last layer, which is also the kind of an MTP layer's transformer layer."""
         return self.pattern[-1]
+
+    def nodes_of_token(self, nodes: int) -> int:
+        """Return on how many of the `nodes` that share the experts a token's experts lie at most."""
+        if not self.node_limit:
+            return nodes
+        touched = 1
+        if self.groups and self.groups % nodes:  # a group may lie across the border of two nodes
+            touched = -(-nodes // self.groups) + bool(nodes % self.groups)
+        return min(nodes, touched * self.node_limit)
 
     @property
     def alternates(self) -> bool:
@@ -166,6 +177,8 @@ def model_of(fields: Mapping[str, Any]) -> Model:
     experts = number("num_moe_experts")
     # MindFormers builds the shared expert wherever this width is set, whatever the number says (moe_layer.py)
     shared = number("moe_shared_expert_intermediate_size")
+    groups, chosen = number("moe_router_num_groups"), number("moe_router_group_topk")
+    limited = experts > 0 and 0 < chosen < groups
     mla = bool(fields.get("multi_latent_attention"))
     widths = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     return Model(
@@ -188,6 +201,8 @@ def model_of(fields: Mapping[str, Any]) -> Model:
         shared_ffn=shared if experts else 0,
         shared_gate=bool(experts and shared and fields.get("use_shared_expert_gating")),
         mtp=number("mtp_num_layers"),
+        node_limit=chosen if limited else 0,
+        groups=groups if limited else 0,
         norm_bias=fields.get("normalization") == "LayerNorm",
         bias=bool(fields.get("add_bias_linear")),
         qkv_bias=bool(fields.get("add_qkv_bias")),

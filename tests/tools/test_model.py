@@ -224,6 +224,15 @@ def test_half_of_the_438b_in_experts_is_one_number_everywhere():
     assert table_of(View(recipe), convert(View(recipe), load_schema()))["parameters_total"] == 234_088_576_000
 
 
+@pytest.mark.parametrize(
+    ("groups", "chosen", "nodes", "most"),
+    [(8, 4, 8, 4), (8, 4, 4, 4), (8, 2, 4, 2), (8, 2, 16, 4), (8, 2, 3, 3), (4, 1, 6, 3), (8, 8, 8, 8), (1, 1, 8, 8)],
+)
+def test_a_router_of_groups_keeps_a_token_on_few_nodes(groups, chosen, nodes, most):
+    model = model_of(fields_of(variant(MOE, {"n_group": groups, "topk_group": chosen})))
+    assert model.nodes_of_token(nodes) == most
+
+
 def test_flops_by_module_add_up():
     """Six for each weight that multiplies; by hand for one MoE layer, one dense layer and a head."""
     model = model_of(fields_of(variant(MOE, {"num_hidden_layers": 2, "num_nextn_predict_layers": 0})))

@@ -53,6 +53,7 @@ from tools.estimate.layer_model import (
     work,
 )
 from tools.estimate.memory.training_graph import logit_exchanges
+from tools.model import Model
 
 SPARSE = ("deepep", "hybridep")  # a row goes once to each rank, not once to each expert
 _BACKWARD = 2  # gradients of inputs and of weights
@@ -91,7 +92,7 @@ class ExpertTimes(DeviceTimes):
         mode = "deduplicated" if config.ep_mode in SPARSE else config.ep_mode
         tokens = routed_part(config).copies / model.top_k
         sizes = (model.experts, tokens, model.top_k, model.hidden, config.item, config.skew)
-        outside, inside = _limited(config, nodes), 1.0
+        outside, inside = (limited_share(model, nodes) if mode == "deduplicated" else 1.0), 1.0
         if config.ep_mode in SPARSE:
             # a row goes once to each rank that holds one of its experts
             inside = config.ep * hit_probability(model.experts, model.experts // config.ep, model.top_k) / model.top_k
@@ -176,10 +177,11 @@ class ExpertTimes(DeviceTimes):
         return max(outside, inside) + self.hardware.launch_s
 
 
-def _limited(config: Configuration, nodes: int) -> float:
-    """Return the share of the expected traffic between nodes that remains if routing limits a token to few nodes."""
-    limit, model = config.model.node_limit, config.model
-    if not limit or nodes <= limit:
+def limited_share(model: Model, nodes: int) -> float:
+    """Return the share of the expected rows between nodes that remains if routing limits a token to few nodes. A row
+    goes once to each of these nodes; copies, which go to each expert, do not become fewer.
+    """
+    if (limit := model.nodes_of_token(nodes)) == nodes:
         return 1.0
     expected = nodes * hit_probability(model.experts, model.experts // nodes, model.top_k)
     return min(1.0, limit / expected)

@@ -177,11 +177,11 @@ def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str) -> 
 def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -> Iterator[Change]:
     """Yield the change to routing that visits at most half of the group's nodes for a token."""
     limit = nodes // 2
-    if nodes < 2 or 0 < own.model.node_limit <= limit:
+    if nodes < 2 or own.model.nodes_of_token(nodes) <= limit:
         return
     sparse = replace(own, ep_mode=_SPARSE)
     free = step_under(times, sparse, loads).total
-    limited = replace(sparse, model=replace(own.model, node_limit=limit))
+    limited = replace(sparse, model=replace(own.model, node_limit=limit, groups=0))
     seconds = step_under(times, limited, loads).total
     note = f"mode {_SPARSE}, which takes {free:.2f} s without; another router, whose loads are taken to be the same"
     yield Change(f"a token visits at most {limit} of {nodes} nodes", seconds, loads.typical, note)

@@ -23,6 +23,7 @@ from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, che
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.layer_time import limited_share
 from tools.estimate.loads import EVEN, Loads, loads_of
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
@@ -262,6 +263,8 @@ def advise(
     # min keeps the first of equals: the simplest mode
     best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
+    rows = limited_share(model, topology.nodes) * even.deduplicated_over_hierarchical
+    even = replace(even, deduplicated_over_hierarchical=rows)
     why, unsimulated = _why(best, topology, even, skew, model.top_k), ""
     try:
         times.step(config, simulated=True)

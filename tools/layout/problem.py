@@ -136,8 +136,9 @@ def pipeline_instance(
         types=types,
         receiving=0.0 if config.overlap_pp else model.transfer(config) * _MS,
         end_weights=(_weights(ends), _weights(tail)),
-        # MTP, which `tail` and `static` put on the last stage, goes where the last layer is
-        last_layers=int(config.pp > 1 and config.model.mtp > 0),
+        # MTP, which `tail` and `static` put on the last stage, goes where the last layer is; only the first and the
+        # last entry of an offset may leave no layer, and a V ends at neither
+        last_layers=int(config.pp > 1 and (config.model.mtp > 0 or _last_stage(config) == 0)),
         last_option="full" if mtp else "",
         order=strongest_first(option.name for kind in types for option in kind.options),
         working=passes / GIB,

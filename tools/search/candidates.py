@@ -71,7 +71,8 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
     [chunks][stages]; the model must have at least stages x chunks layers. If `turned` is True, odd chunks run from the
     last stage to the first, so that the pipeline forms a V.
 
-    1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer.
+    1. Each chunk gets one layer; the last chunk gets none if the head already weighs as much as a layer. The last chunk
+      of a V keeps its layer: MindFormers lets only the first and the last entry of an offset be empty.
     2. Each other layer goes to the stage with the least load; of several such stages it goes to the last, which holds
       the fewest micro-batches. On this stage the layer goes to the chunk with the least load; of several such chunks it
       goes to the first.
@@ -80,7 +81,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
     counts = [[1] * stages for _ in range(chunks)]
     # an MTP layer would move to the place before an empty last chunk
     end = 0 if turned and chunks % 2 == 0 else stages - 1
-    if extra >= 1 and not model.mtp and stages * chunks > 1:
+    if extra >= 1 and not model.mtp and stages * chunks > 1 and end == stages - 1:
         counts[-1][end] = 0
 
     def load(chunk: int, stage: int) -> float:

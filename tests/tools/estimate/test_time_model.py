@@ -141,8 +141,14 @@ def test_experts_over_more_nodes_cost_more_and_overlap_hides_some():
     assert 0 < near < far
     hidden = A2.layer(replace(one, ep=64, overlap_ep=True), "moe").forward.ep
     assert hidden < far
-    few = A2.layer(replace(one, ep=64, model=replace(model, node_limit=2)), "moe").forward.ep
-    assert few < far
+
+
+@pytest.mark.parametrize("mode", ["global", "hierarchical", "deduplicated"])
+def test_only_rows_become_fewer_where_a_token_visits_few_nodes(mode):
+    model = replace(MODEL, pattern=pattern_of(16, 64), experts=64, top_k=8, expert_ffn=2048)
+    one = Configuration(model, dp=64, ep=64, layers=((16,),), ep_mode=mode)
+    any_, few = (A2.layer(replace(one, model=replace(model, node_limit=limit)), "moe").forward.ep for limit in (0, 2))
+    assert few < any_ if mode == "deduplicated" else few == any_
 
 
 def test_the_overlap_recipe_is_not_slower():

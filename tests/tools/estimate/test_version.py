@@ -90,6 +90,7 @@ CHANGES = {
         {"model": replace(MOE, latent=None, head_dim=64, kv_heads=4), "dtype": "fp32"},
         {"model": replace(MOE, gated=False)},
         {"model": replace(MOE, pattern=pattern_of(9), experts=0, top_k=0, shared_ffn=0), "ep": 1},
+        {"model": replace(MOE, node_limit=1, groups=4), "ep_mode": "deduplicated", "ep": 16},
     ],
 }
 # of other software: no recipe sets them

@@ -249,3 +249,18 @@ def test_the_command_shows_the_rows_under_uneven_loads_only():
     assert rows["as written"]["step_s"] == found["recipe"]["step_seconds"] > rows["even loads"]["step_s"]
     even = json.loads(CliRunner().invoke(ep_report, [LARGE, "--json"]).stdout)["reports"][0]
     assert even["what_if"] is None and even["recipe"]["step_seconds"] == rows["even loads"]["step_s"]
+
+
+def test_a_recipe_whose_router_visits_few_nodes_is_not_told_to_limit_it():
+    limited = run(
+        *(LARGE, "--ep", "64", "--skew", "1.3", "--json"),
+        *("--set", "model.model_config.n_group=8", "--set", "model.model_config.topk_group=2"),
+    )
+    free = run(LARGE, "--ep", "64", "--skew", "1.3", "--json")
+    (few,), (any_,) = (json.loads(result.stdout)["reports"] for result in (limited, free))
+    assert any("visits at most 4 of 8 nodes" in one["name"] for one in any_["what_if"])
+    assert not any("visits at most" in one["name"] for one in few["what_if"])
+    sent = [report["modes"]["deduplicated"]["inter_bytes"] for report in (few, any_)]
+    saved = [report["break_even"]["deduplicated_over_hierarchical"] for report in (few, any_)]
+    assert sent[0] < 0.6 * sent[1] and saved[0] < 0.6 * saved[1]
+    assert few["modes"]["global"] == any_["modes"]["global"]

@@ -342,7 +342,7 @@ def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule):
     found = place(config, TIMES, cap * GIB, Budget(0.3))
     fastest = float("inf")
     for layers in itertools.product(range(6), repeat=4):
-        if sum(layers) != 5 or 0 in layers[1:3]:  # chunks inside of the model hold a layer each
+        if sum(layers) != 5 or 0 in layers[1:]:  # MindFormers wants a layer in all but the first, as the offset is read
             continue
         every = replace(config, layers=(layers[:2], (layers[3], layers[2])))
         for full in itertools.product(*(range(count + 1) for row in every.layers for count in row)):
@@ -352,6 +352,16 @@ def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule):
                 fastest = min(fastest, TIMES.step(tried, simulated=True).total)
     assert found.configuration is not None and max(found.peak_bytes) <= cap * GIB
     assert found.least_s <= found.step_s <= fastest * (1 + 1e-9)
+
+
+def test_the_last_chunk_of_a_v_holds_a_layer_however_heavy_the_head_is():
+    model = replace(MOE, pattern=pattern_of(5, 16), vocab=1 << 20)
+    rows = [
+        place(configuration(model, chunks=2, micro_batches=4, schedule=schedule), TIMES, 999 * GIB, Budget(0.3))
+        for schedule in ("zero_bubble_v", "interleaved_1f1b")
+    ]
+    turned, straight = (found.configuration.layers for found in rows)
+    assert turned[1][0] == 1 and straight[1][1] == 0
 
 
 def test_the_layers_of_a_v_go_down_and_up_again():

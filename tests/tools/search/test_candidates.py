@@ -140,6 +140,12 @@ def test_balanced_layers(stages, chunks, layers, mtp):
     assert max(loads[:-1], default=0) - min(loads) <= 1 + 1e-6
 
 
+def test_the_last_chunk_of_a_v_is_inside_the_offset_and_holds_a_layer():
+    model = replace(MODEL, pattern=pattern_of(9, 48, 1), mtp=0, vocab=1 << 20)
+    assert balanced_layers(model, 1536, 4, 2)[1][3] == 0
+    assert balanced_layers(model, 1536, 4, 2, turned=True)[1][0] == 1
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_ulysses_cuts_context_parallelism_and_heads(degree):
     free, _ = enumerated(request())
