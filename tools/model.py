@@ -59,8 +59,9 @@ class Model:
         biased: experts have biases and a clamped activation, which no kernel fuses (GPT-OSS).
         streams, sinkhorn: residual streams of each layer but MTP's (`plugins.hyper_connections`), and the iterations of
             their mapping; 1 is an ordinary residual.
-        node_limit: most nodes that a token's experts lie on; 0: any (DeepSeek-V3: 4).
-        groups: consecutive experts are in that many groups, and `node_limit` counts groups, which need not be nodes.
+        node_limit: the most nodes (or groups, see `groups`) on which a token's experts lie; 0: no limit
+            (DeepSeek-V3: 4).
+        groups: the number of groups of consecutive experts, which `node_limit` counts; 0: it counts nodes.
     """
 
     pattern: tuple[str, ...]
@@ -114,7 +115,7 @@ class Model:
         return self.pattern[-1]
 
     def nodes_of_token(self, nodes: int) -> int:
-        """Return on how many of the `nodes` that share the experts a token's experts lie at most."""
+        """Return the largest number of nodes on which a token's experts can lie, if `nodes` nodes share the experts."""
         if not self.node_limit:
             return nodes
         touched = 1

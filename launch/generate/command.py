@@ -92,8 +92,8 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
     file, changed = settings_of_run(source.path, recipe)
     if changed:
         click.echo(
-            f"--recipe {recipe_file}: {source.path} was trained with other settings ({file}), so this is not the text "
-            f"of the trained model: {'; '.join(changed)}",
+            f"--recipe {recipe_file}: the recipe differs from {file}, with which {source.path} was trained: "
+            f"{'; '.join(changed)}. The text is not that of the trained model; leave --recipe out",
             err=True,
         )
     return Chosen(source, recipe)

@@ -215,8 +215,8 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     refuse_other_scale(before, recipe, checkpoint.path)
     if changed := changed_settings(before, recipe):
         raise CheckpointError(
-            f"{checkpoint.path}: the model would compute something else from the first step on, because its settings "
-            f"differ from those of {stored}: {'; '.join(changed)}. Undo this change, or start a new run from the "
+            f"{checkpoint.path}: the recipe changes settings of the model with which these weights were trained "
+            f"({stored}): {'; '.join(changed)}. Undo this change, or start a new run from the "
             f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
     batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one

@@ -301,8 +301,8 @@ def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
     if (old if written is None else written is False) and not is_hugging_face(str(path)):
         raise CheckpointError(
             f"{f'{key} is False' if written is False else 'resume_training is True'}, so MindFormers would resume from "
-            f"{path} with its moments and step number, and neither the moments nor the order of the data would be "
-            f"compared; write {key}: True to begin a new run from the weights, or go on with --resume "
+            f"{path}, and nothing would check that its moments and its order of the data fit this recipe; write "
+            f"{key}: True to begin a new run from the weights, or go on with --resume "
             f"{shlex.quote(str(loaded_from(path)))}"
         )
 
@@ -322,8 +322,8 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
     file, changed = settings_of_run(folder, recipe)
     if changed:  # which is meant where a context is extended
         click.echo(
-            f"checkpoint.load_path: {folder}: the weights were trained with other settings ({file}): "
-            f"{'; '.join(changed)}",
+            f"checkpoint.load_path: {folder}: the recipe differs from {file}, with which these weights were trained: "
+            f"{'; '.join(changed)}; undo this change if you did not intend it",
             err=True,
         )
     try:
@@ -366,15 +366,19 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
     wrong = [f"{name} {list(shape)}" for name, shape in adapters.items() if known and wanted.get(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"checkpoint.load_path: {folder}: the recipe's model does not have the LoRA adapters of these weights, and "
-            f"would begin without them: {_listed(wrong)}; merge the adapters ({_how_to_merge(folder)}) and start the "
-            "run from TO"
+            f"checkpoint.load_path: {folder}: the weights have LoRA adapters that do not fit {LORA} of this recipe, so "
+            f"the run would begin without them: {_listed(wrong)}; write {LORA} as in the recipe that trained them, or "
+            f"merge the adapters ({_how_to_merge(folder)}) and start the run from TO"
         )
     file = folder.absolute().parent.parent / "recipe.yaml"
     if adapters and file.exists():
         refuse_other_scale(load_recipe(file), recipe, folder)
     elif adapters:
-        click.echo(f"{file} is missing: with which {LORA}.alpha the adapters were trained cannot be told", err=True)
+        click.echo(
+            f"checkpoint.load_path: {folder}: {file} is missing, so it is unknown with which {LORA}.alpha the adapters "
+            "were trained; make sure that alpha / rank of this recipe is the same",
+            err=True,
+        )
 
 
 def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:

@@ -85,7 +85,10 @@ def check_sound(recipe: Recipe) -> None:
     plugins.
     """
     if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune"):
-        raise RecipeError(f"run_mode: {mode}: a run trains the model, but with settings of this mode; write train")
+        raise RecipeError(
+            f"{recipe.source}: run_mode: {mode}: this is no mode of training, and MindFormers would train with its "
+            "settings; write train or finetune"
+        )
     if said := modelled(recipe):
         click.echo(said, err=True)
     errors = check_recipe(recipe).errors
@@ -126,8 +129,8 @@ def _refuse_trained(training: Iterable[str], recipe: Mapping[str, Any]) -> None:
     used = set(map(os.path.realpath, training))
     if same := next((name for name in held_out(recipe) if os.path.realpath(name) in used), None):
         raise DataError(
-            f"{_HELD_OUT}: {same} is trained on as well, so its loss is not that of text never trained on; name other "
-            f"data, or train without it: --set {_HELD_OUT.rpartition('.')[0]}=False"
+            f"{_HELD_OUT}: {same} is also in the training data, so its loss would say nothing about unseen text; name "
+            f"other data, or switch held-out evaluation off: --set {_HELD_OUT.rpartition('.')[0]}=False"
         )
 
 

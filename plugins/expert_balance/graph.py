@@ -239,7 +239,6 @@ class ShardedExpertBalance(ExpertBalance):
     def movable(self):
         """Return the tensors that move with an expert, of the MoE layers of this rank's pipeline stage, split over
         the ranks as the weights are.
-
         """
         return [
             Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])

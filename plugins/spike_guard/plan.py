@@ -157,9 +157,9 @@ def _check_kept(settings: Settings, recipe: Mapping[str, Any], callback: Mapping
     kept, every = found
     if all(type(each) is int for each in found) and settings.skip - 1 > (kept - 1) * every:
         raise RecipeError(
-            f"{KEY}.skip leaves out {settings.skip} steps after a spike, but of the checkpoints, saved every {every} "
-            f"steps, only {kept} are kept: none may be from before these steps, and the run would begin at step 1 "
-            f"again; write at least {1 - (1 - settings.skip) // every}, or a smaller {KEY}.skip",
+            f"{KEY}.skip leaves out the step of a spike and the {settings.skip - 1} steps before it, but the run keeps "
+            f"{kept} checkpoints, one every {every} steps: if all are newer than the first of these steps, the run "
+            f"begins at step 1 again; write at least {1 - (1 - settings.skip) // every}, or a smaller {KEY}.skip",
             "checkpoint.save_max",
         )
 

@@ -178,8 +178,8 @@ class ExpertTimes(DeviceTimes):
 
 
 def limited_share(model: Model, nodes: int) -> float:
-    """Return the share of the expected rows between nodes that remains if routing limits a token to few nodes. A row
-    goes once to each of these nodes; copies, which go to each expert, do not become fewer.
+    """Return the share of the expected rows between nodes that remains if routing limits a token to few nodes. The
+    limit reduces only rows that are sent once to each node; copies that are sent to each expert stay as many.
     """
     if (limit := model.nodes_of_token(nodes)) == nodes:
         return 1.0

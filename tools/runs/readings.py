@@ -378,7 +378,7 @@ class Run:
         return begin_of(plan, None if plan.start is None else self._tokens(plan), before, self.alike)
 
     def _tokens(self, plan: Plan) -> float | None:
-        """Return the tokens of a step of a plan: of an attempt with the same batch or, which takes long, its recipe."""
+        """Return the tokens of a step of `plan`: of an attempt with the same batch or, more slowly, of its recipe."""
         alike = {each.plan.name for each in self.attempts if each.plan and plan.batch == each.plan.batch > 0}
         own = next((part.unit for part in self.parts if part.attempt in alike), None)
         return own or tokens_of(read_recipe(recipe_file(self.folder, plan)))
@@ -445,7 +445,9 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return the steps done before, the time of the begin, and all steps, from the header of one start of workers."""
+    """Return, from the header that workers write at each start, the steps done before, the time at which training
+    began, and the total number of steps.
+    """
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 

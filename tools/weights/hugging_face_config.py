@@ -96,7 +96,7 @@ def differences(before: Sizes, after: Sizes) -> list[str]:
     """
     old, new = ({**each.hf, "use_interleaved_weight_layout_mlp": each.interleaved} for each in (before, after))
     return [
-        f"{name} was {old.get(name)!r}, would be {new.get(name)!r}"
+        f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
         for name in {**old, **new}
         if name not in _UNCOMPARED and name not in _IN_SHAPES and not _same(old.get(name), new.get(name))
     ]

@@ -97,9 +97,8 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
     if file.exists() and (found := other_scale(load_recipe(file), recipe)):
         old, new = found
         raise CheckpointError(
-            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({file}), and not with "
-            f"{new.scale:g}, which is {KEY} of {recipe.source}; leave --recipe out, or write alpha: "
-            f"{old.scale * new.rank:g}"
+            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({file}), but {KEY} of "
+            f"{recipe.source} has {new.scale:g}; leave --recipe out, or write {KEY}.alpha: {old.scale * new.rank:g}"
         )
     matrices = {name: header.shape for name, header in source.headers.items() if len(header.shape) == 2}
     wanted = adapters_of({name: shape for name, shape in matrices.items() if kind_of(name) == "weights"}, settings)

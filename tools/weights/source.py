@@ -182,7 +182,7 @@ def refuse_target(target: Path) -> None:
     if target.name.startswith("iteration_") and any(map(is_sealed, iterations(beside))):
         raise CheckpointError(
             f"{target}: a resume of the run whose checkpoints lie in {beside} would take the folder for one of them; "
-            "name another folder"
+            "choose a name that does not begin with iteration_"
         )
 
 

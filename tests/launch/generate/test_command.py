@@ -80,7 +80,10 @@ def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_pat
     checkpoint, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
     assert forward_recipe(choose(checkpoint, recipe).recipe)["plugins"]["lora"] == LORA
     (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
-    wrong = ({"alpha": 8}, "= 3 .*, and not with 4, which"), ({"targets": ["*.linear_qkv"]}, r"linear_proj\.lora_A")
+    wrong = (
+        ({"alpha": 8}, r"= 3 .*, but plugins\.lora of .* has 4;"),
+        ({"targets": ["*.linear_qkv"]}, r"linear_proj\.lora_A"),
+    )
     for own, words in wrong:
         other = recipe_of(tmp_path / next(iter(own)), {"plugins": {"lora": LORA | own}})
         with pytest.raises(CheckpointError, match=words):

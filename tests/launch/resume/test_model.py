@@ -99,10 +99,10 @@ def test_adapters_go_on_with_the_factor_that_they_were_trained_with(tmp_path, ch
         ({"rank": 4, "alpha": 16}, r"lora\.alpha: .* alpha / rank = 3, but .* by 4; write alpha: 12, or merge"),
         (
             {"rank": 8, "alpha": 24},
-            r"load_path: .*04: the recipe's model does not have .* without .* merge \S+ TO",
+            r"load_path: .*04: the weights have LoRA adapters that do not fit .* without .* merge \S+ TO",
         ),
-        ({"rank": 4, "alpha": 12, "targets": ["self_attention.linear_proj"]}, "does not have the LoRA adapters"),
-        (False, "does not have the LoRA adapters of these weights, .*lora_A"),
+        ({"rank": 4, "alpha": 12, "targets": ["self_attention.linear_proj"]}, "LoRA adapters that do not fit"),
+        (False, "LoRA adapters that do not fit .*lora_A"),
     ],
 )
 def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_all(tmp_path, capsys, adapters, words):
@@ -116,7 +116,7 @@ def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_a
     if words is None:
         (tmp_path / "recipe.yaml").unlink()
         check_load_path(after)
-        assert "recipe.yaml is missing: with which plugins.lora.alpha" in capsys.readouterr().err
+        assert "recipe.yaml is missing, so it is unknown with which plugins.lora.alpha" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["checkpoint.no_load_optim=False", "resume_training=True"])
@@ -137,8 +137,8 @@ def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, word
 @pytest.mark.parametrize(
     "change, said",
     [
-        ("model.model_config.rope_theta=50000.0", r"rope_theta was 10000\.0, would be 50000\.0"),
-        ("model.model_config.routed_scaling_factor=1.0", r"routed_scaling_factor was 2\.8, would be 1\.0"),
+        ("model.model_config.rope_theta=50000.0", r"rope_theta was 10000\.0 and is 50000\.0 now"),
+        ("model.model_config.routed_scaling_factor=1.0", r"routed_scaling_factor was 2\.8 and is 1\.0 now"),
         ("optimizer.weight_decay=0.2", None),
         ("model.model_config.moe_aux_loss_coeff=0.1", None),
     ],
@@ -149,7 +149,11 @@ def test_a_resume_goes_on_with_the_model_that_was_trained(tmp_path, change, said
     recipe["checkpoint"]["save_path"] = str(tmp_path / "checkpoint")
     dump_recipe(recipe, tmp_path / "recipe.yaml")
     checkpoint = CheckpointInfo(tmp_path / "checkpoint" / "iteration_00000004", 4)
-    with nullcontext() if said is None else pytest.raises(CheckpointError, match=rf"something else .*: {said}\. Undo"):
+    with (
+        nullcontext()
+        if said is None
+        else pytest.raises(CheckpointError, match=rf"changes settings of the model .*: {said}\. Undo")
+    ):
         check_data_order(apply_overrides(recipe, [change]), tmp_path, checkpoint)
 
 

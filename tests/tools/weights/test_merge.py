@@ -103,7 +103,9 @@ def test_what_is_refused(tmp_path, recipe):
         plan_merge(source, more, 10**9)
     stronger = recipe_of(tmp_path / "stronger", {"plugins": {"lora": LORA | {"alpha": 8}}})
     (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
-    with pytest.raises(CheckpointError, match=r"trained with alpha / rank = 3 .*, and not with 4, .* write alpha: 6"):
+    with pytest.raises(
+        CheckpointError, match=r"alpha / rank = 3 .*, but plugins\.lora of .* has 4; .* write plugins\.lora\.alpha: 6"
+    ):
         plan_merge(source, stronger, 10**9)
     with pytest.raises(CheckpointError, match=r"only checkpoints of runs .* have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)

@@ -293,7 +293,6 @@ def add_loads(
 def renumber(found: Found) -> None:
     """Delete from `found.uneven`, the ranking under uneven expert loads, the layouts that a dry run rejected, and
     number the remaining layouts anew.
-
     """
     names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
     kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
