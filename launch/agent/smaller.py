@@ -125,7 +125,9 @@ def _callbacks(callbacks: list[Any], key: str, value: int) -> Iterator[tuple[Key
     if key == _ACCUMULATION[-1] and not {*lacking} <= {*known}:
         changed = {*lacking, *known}
         whole = [{**each, key: value} if index in changed else each for index, each in enumerate(callbacks)]
-        yield ("callbacks",), json.dumps(whole)
+        text = json.dumps(whole, default=str)
+        if json.loads(text) == whole:  # an override can hold no dates
+            yield ("callbacks",), text
         return
     yield from ((("callbacks", index, key), value) for index in known)
 

@@ -318,7 +318,8 @@ def check_kept(recipe: Recipe, run_dir: Path, root: Path) -> None:
     if not isinstance(path, str) or not path:
         return
     wanted = real_path(loaded_from(Path(path)))
-    removed = [*(run_dir / part for part in PARTS), *filter(is_sealed, iterations(root))]
+    parts = (run_dir / part for part in PARTS)
+    removed = [*(part for part in parts if not part.is_symlink()), *filter(is_sealed, iterations(root))]
     if any(each in (wanted, *wanted.parents) for each in map(real_path, removed)):
         raise CheckpointError(
             f"checkpoint.load_path: {path}: --force would remove these weights, with which the new run is to begin; "

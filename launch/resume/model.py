@@ -13,6 +13,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,12 @@ from tools.checkpoint.stored import (
 )
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
-from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert_plan import model_of as weights_model_of
-from tools.weights.convert_plan import settings_of_run
+from tools.weights.convert_plan import recipe_of_run, settings_of_run
 from tools.weights.hugging_face_config import check_config
 from tools.weights.hugging_face_names import hugging_face_shapes, table
 from tools.weights.reshard_target import target_of
@@ -243,9 +244,7 @@ def check_load_path(recipe: Recipe) -> None:
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path:
         return
-    if Path(path).is_file():  # which only MindFormers' legacy format takes
-        if View(recipe).flag(("use_legacy_format",), True):
-            return
+    if Path(path).is_file():
         raise CheckpointError(f"checkpoint.load_path: {path}: this is a file; {_HOW_TO_BEGIN}")
     try:
         names = {each.name for each in Path(path).iterdir()}
@@ -274,12 +273,14 @@ def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
     try:
         held = {name: header.shape for name, header in open_source(folder).headers.items()}
         sizes = weights_model_of(recipe)
-        check_config(folder, sizes)
+        check_config(folder, sizes, partial(_say_extended, folder))
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.load_path: {error}") from None
     except (RecipeError, TypeError, KeyError, ValueError):
         return
     wanted = hugging_face_shapes(sizes)
+    if not convert(View(recipe), load_schema()).fields.get("moe_router_enable_expert_bias"):
+        wanted = {name: shape for name, shape in wanted.items() if not name.endswith(".e_score_correction_bias")}
     wrong = [
         f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
         for name, shape in wanted.items()
@@ -292,12 +293,22 @@ def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
         )
 
 
+def _say_extended(folder: Path, differences: str) -> None:
+    click.echo(
+        f"checkpoint.load_path: {folder}: RoPE changes, as in a run that extends the context; undo this change if you "
+        f"did not intend it: {differences}",
+        err=True,
+    )
+
+
 def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
     """Raise CheckpointError if MindFormers would take a new run for a resume, which nothing here would have checked.
-    (Where `no_load_optim` is missing, `resume_training` says the opposite.)
+    (Where `no_load_optim` is missing, MindFormers takes the opposite of `resume_training`, which it switches off if
+    `load_checkpoint` names nothing.)
     """
     key = "checkpoint.no_load_optim"
-    written, old = value_at(recipe, key, None), value_at(recipe, "resume_training", False)
+    written = value_at(recipe, key, None)
+    old = value_at(recipe, "resume_training", False) is True and bool(value_at(recipe, "load_checkpoint", ""))
     if (old if written is None else written is False) and not is_hugging_face(str(path)):
         raise CheckpointError(
             f"{f'{key} is False' if written is False else 'resume_training is True'}, so MindFormers would resume from "
@@ -370,13 +381,12 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
             f"the run would begin without them: {_listed(wrong)}; write {LORA} as in the recipe that trained them, or "
             f"merge the adapters ({_how_to_merge(folder)}) and start the run from TO"
         )
-    file = folder.absolute().parent.parent / "recipe.yaml"
-    if adapters and file.exists():
-        refuse_other_scale(load_recipe(file), recipe, folder)
+    if adapters and (before := recipe_of_run(folder)):
+        refuse_other_scale(before, recipe, folder)
     elif adapters:
         click.echo(
-            f"checkpoint.load_path: {folder}: {file} is missing, so it is unknown with which {LORA}.alpha the adapters "
-            "were trained; make sure that alpha / rank of this recipe is the same",
+            f"checkpoint.load_path: {folder}: there is no recipe of the run that trained the adapters, so their "
+            f"{LORA}.alpha is unknown; make sure that alpha / rank of this recipe is the same",
             err=True,
         )
 

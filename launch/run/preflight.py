@@ -84,7 +84,7 @@ def check_sound(recipe: Recipe) -> None:
     card against training a recipe is only printed, because a user may want to train the recipe at toy size or with its
     plugins.
     """
-    if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune"):
+    if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune", "predict_with_train_model"):
         raise RecipeError(
             f"{recipe.source}: run_mode: {mode}: this is no mode of training, and MindFormers would train with its "
             "settings; write train or finetune"
@@ -120,17 +120,17 @@ def check_data(recipe: Mapping[str, Any]) -> None:
             hint = did_you_mean(os.path.normpath(prefix), sorted(known))
             make = _hold_out(prefix, prefixes, recipe) if key == _HELD_OUT else _prepare(prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} cannot be found{hint}; make the dataset with: {make}")
-    _refuse_trained(prefixes, recipe)
+    _say_trained(prefixes, recipe)
     _check_tokenizers(datasets)
 
 
-def _refuse_trained(training: Iterable[str], recipe: Mapping[str, Any]) -> None:
-    """Raise DataError if the held-out data is also trained on, because its loss would say nothing about other text."""
+def _say_trained(training: Iterable[str], recipe: Mapping[str, Any]) -> None:
+    """Print on stderr that the held-out data is also trained on; its loss then says nothing about other text."""
     used = set(map(os.path.realpath, training))
     if same := next((name for name in held_out(recipe) if os.path.realpath(name) in used), None):
-        raise DataError(
-            f"{_HELD_OUT}: {same} is also in the training data, so its loss would say nothing about unseen text; name "
-            f"other data, or switch held-out evaluation off: --set {_HELD_OUT.rpartition('.')[0]}=False"
+        click.echo(
+            f"{_HELD_OUT}: {same} is also in the training data, so the held-out loss says nothing about unseen text",
+            err=True,
         )
 
 
@@ -153,7 +153,7 @@ def _check_instructions(recipe: Mapping[str, Any]) -> None:
                 f"{key}: {file} was not found{hint}; name a file with your own conversations, or make a file of "
                 f"examples: {make}"
             )
-    _refuse_trained(files, recipe)
+    _say_trained(files, recipe)
 
 
 def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:

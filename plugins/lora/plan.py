@@ -150,7 +150,7 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 def other_scale(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Settings, Settings] | None:
     """Return the settings of two recipes if both have adapters and multiply their products by different numbers."""
     old, new = (Settings.look(value_at(recipe, KEY, False))[0] for recipe in (before, after))
-    return (old, new) if old and new and not math.isclose(old.scale, new.scale) else None
+    return (old, new) if old and new and not math.isclose(old.scale, new.scale, rel_tol=1e-5) else None
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:

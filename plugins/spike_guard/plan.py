@@ -148,18 +148,18 @@ def check(recipe: Mapping[str, Any]) -> Settings:
 
 
 def _check_kept(settings: Settings, recipe: Mapping[str, Any], callback: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the run may keep no checkpoint from before the steps that a spike leaves out, and would then
-    begin at step 1 again. `callback` is the recipe's CheckpointMonitor, whose older keys MindFormers reads where
+    """Raise RecipeError if the run keeps no checkpoint from before the steps that any spike leaves out, and would begin
+    at step 1 again. `callback` is the recipe's CheckpointMonitor, whose older keys MindFormers reads where
     the section `checkpoint` has none.
     """
     keys = ("save_max", "keep_checkpoint_max", 5), ("save_interleaved_steps", "save_checkpoint_steps", 1)
     found = [value_at(recipe, f"checkpoint.{ours}") or callback.get(older) or default for ours, older, default in keys]
     kept, every = found
-    if all(type(each) is int for each in found) and settings.skip - 1 > (kept - 1) * every:
+    if all(type(each) is int for each in found) and settings.skip > kept * every:
         raise RecipeError(
             f"{KEY}.skip leaves out the step of a spike and the {settings.skip - 1} steps before it, but the run keeps "
-            f"{kept} checkpoints, one every {every} steps: if all are newer than the first of these steps, the run "
-            f"begins at step 1 again; write at least {1 - (1 - settings.skip) // every}, or a smaller {KEY}.skip",
+            f"{kept} checkpoints, one every {every} steps: all are newer than the first of these steps, so the run "
+            f"would begin at step 1 again; write at least {-(-settings.skip // every)}, or a smaller {KEY}.skip",
             "checkpoint.save_max",
         )
 

@@ -147,7 +147,8 @@ def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) ->
     used = (int(np.sum(each[: round(share * len(each))], dtype=np.int64)) for each in lengths)
     more = int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True))
     held = sum(max(tokens - more, 0) // built.number("seq_length", 1) for tokens in used)
-    if isinstance(sizes, list) and sizes and type(sizes[0]) is int and sizes[0] > held:
+    steps = view.ramp.steps_of
+    if isinstance(sizes, list) and sizes and type(sizes[0]) is int and steps(sizes[0]) > steps(held):
         found.error(
             (*LOADER, "sizes"),
             f"{sizes[0]:,} samples are more than the {held:,} of one pass over the corpora of data_path, which "

@@ -438,9 +438,7 @@ def load_run(folder: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """Return a number that was read from JSON, including NaN and infinity; return None for a value that is not a
-    number.
-    """
+    """Return a number that was read from JSON, including NaN and infinity; return None for any other value."""
     return value if _is_number(value) else None
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import click
+
 from plugins import of_the_model
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import HEAD, copies
@@ -324,22 +326,57 @@ def _beside(folder: Path) -> Path:
     return folder.absolute().parent.parent / "recipe.yaml"
 
 
+# MindFormers' settings that change the results of a model, and no shape of its weights
+_OF_RESULTS = (
+    *("rotary_base", "rotary_scaling_factor", "position_embedding_type", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "layernorm_epsilon", "normalization", "hidden_act", "gated_linear_unit", "qk_layernorm"),
+    *("num_attention_heads", "num_query_groups", "window_size", "use_interleaved_weight_layout_mlp", "norm_topk_prob"),
+    *("moe_router_topk", "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating"),
+)
+
+
 def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
     """Return in words the settings with which `asked` would compute other results from the weights that `trained` has
-    trained, as far as the two models can be compared; no shape of a weight shows these settings.
+    trained; no shape of a weight shows these settings.
+
+    Models that Hugging Face's classes can express are compared by their config.json, others by MindFormers' settings.
     """
     with suppress(RecipeError, TypeError, KeyError, ValueError):
         return differences(model_of(trained), model_of(asked))
+    with suppress(RecipeError, TypeError, KeyError, ValueError):
+        schema = load_schema()
+        old, new = ({**convert(View(resolve(each)), schema).fields} for each in (trained, asked))
+        for fields in (old, new):  # the fused operator computes the same
+            fields["hidden_act"] = str(fields.get("hidden_act")).removeprefix("fused")
+        return [
+            f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+            for name in _OF_RESULTS
+            if (old.get(name) or None) != (new.get(name) or None)
+        ]
     return []
+
+
+def recipe_of_run(checkpoint: Path) -> Recipe | None:
+    """Return the recipe of the run that saved `checkpoint`; None if the checkpoint is not in the folder of a run, or if
+    the recipe cannot be read, which is then printed on stderr.
+    """
+    file = _beside(checkpoint)
+    if not checkpoint.absolute().name.startswith("iteration_") or not file.exists():
+        return None
+    try:
+        return load_recipe(file)
+    except RecipeError as error:
+        click.echo(f"{error}; so the settings with which {checkpoint} was trained are not compared", err=True)
+        return None
 
 
 def settings_of_run(checkpoint: Path, asked: Recipe) -> tuple[Path, list[str]]:
     """Return the path of the recipe of the run that saved `checkpoint`, and in words how the settings of the recipe
     `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
     """
-    file = _beside(checkpoint)
-    known = checkpoint.absolute().name.startswith("iteration_") and file.exists() and is_of_run(file)
-    return file, changed_settings(load_recipe(file), asked) if known else []
+    before = recipe_of_run(checkpoint)
+    return _beside(checkpoint), changed_settings(before, asked) if before else []
 
 
 def refuse_other_settings(source: Source, recipe: Path, asked: Recipe) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,12 @@ def stretched_as_telechat3(sizes: Sizes) -> bool:
     return bool(scaling.get("rope_type") == yarn_plan.ROPE_TYPES[yarn_plan.TELECHAT3])
 
 
-def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
+def check_config(folder: Path, sizes: Sizes, extended: Callable[[str], None] | None = None) -> dict[str, Any] | None:
     """Return the content of the config.json of a Hugging Face folder, compared with the model of a recipe; return None
     if the folder has no config.json.
+
+    Args:
+        extended: called with what differs if it is only RoPE, which a run changes that extends the context.
 
     Raises:
         CheckpointError: config.json cannot be read, or describes another model, whose weights would have the same
@@ -79,13 +82,14 @@ def check_config(folder: Path, sizes: Sizes) -> dict[str, Any] | None:
         wrong += _wrong_of_telechat2(given, wanted)
         given = _in_llamas_words(given)
     compare = _wrong_positions if sizes.is_dense else _wrong_latent_positions
-    wrong += compare(given, wanted.pop("rope_scaling"))
-    wrong += [
-        f"{name} is {found!r}, but the recipe has {value!r}"
-        for name, value, found in _pairs(given, wanted, _left_out(given, sizes))
-        if not _same(found, value)
-    ]
-    if wrong:
+    positions = compare(given, wanted.pop("rope_scaling"))
+    for name, value, found in _pairs(given, wanted, _left_out(given, sizes)):
+        if not _same(found, value):
+            said = positions if name == "rope_theta" else wrong
+            said.append(f"{name} is {found!r}, but the recipe has {value!r}")
+    if extended and positions and not wrong:
+        extended(f"{file}: {'; '.join(positions)}")
+    elif wrong := wrong + positions:
         raise CheckpointError(f"{file}: this file describes another model than the recipe: {'; '.join(wrong)}")
     return content
 

@@ -26,7 +26,7 @@ from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert import finish_mindformers
-from tools.weights.convert_plan import file_of, in_files, recipe_beside, refuse_other_settings
+from tools.weights.convert_plan import file_of, in_files, recipe_beside, recipe_of_run, refuse_other_settings
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target, require_room
 
@@ -93,13 +93,6 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
     Raises:
         CheckpointError: `source` has other adapters, or its run multiplied their products by another number.
     """
-    file = source.path.absolute().parent.parent / "recipe.yaml"
-    if file.exists() and (found := other_scale(load_recipe(file), recipe)):
-        old, new = found
-        raise CheckpointError(
-            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({file}), but {KEY} of "
-            f"{recipe.source} has {new.scale:g}; leave --recipe out, or write {KEY}.alpha: {old.scale * new.rank:g}"
-        )
     matrices = {name: header.shape for name, header in source.headers.items() if len(header.shape) == 2}
     wanted = adapters_of({name: shape for name, shape in matrices.items() if kind_of(name) == "weights"}, settings)
     held = {name: header.shape for name, header in source.headers.items() if is_adapter(name)}
@@ -116,6 +109,13 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
         raise CheckpointError(
             f"{source.path}: these are not the adapters that {KEY} of the recipe describes: "
             f"{'; '.join(wrong[:3])}{more}"
+        )
+    before = recipe_of_run(source.path)
+    if before and (found := other_scale(before, recipe)):
+        old, new = found
+        raise CheckpointError(
+            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({before.source}), but {KEY} "
+            f"of {recipe.source} has {new.scale:g}; leave --recipe out, or write {KEY}.alpha: {old.scale * new.rank:g}"
         )
     return wanted
 

@@ -179,7 +179,8 @@ def refuse_target(target: Path) -> None:
     beside = target.absolute().parent
     if around := next((folder for folder in (beside, *beside.parents) if is_sealed(folder)), None):
         raise CheckpointError(f"{target}: the folder would lie in the checkpoint {around}; name a folder outside of it")
-    if target.name.startswith("iteration_") and any(map(is_sealed, iterations(beside))):
+    of_run = (beside.parent / "recipe.yaml").exists()
+    if target.name.startswith("iteration_") and of_run and any(map(is_sealed, iterations(beside))):
         raise CheckpointError(
             f"{target}: a resume of the run whose checkpoints lie in {beside} would take the folder for one of them; "
             "choose a name that does not begin with iteration_"

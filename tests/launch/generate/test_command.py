@@ -71,7 +71,10 @@ def test_settings_that_the_run_did_not_train_with_are_said(run, tmp_path, capsys
     choose(run / "checkpoint" / "iteration_00000002", MINI)
     assert not capsys.readouterr().err
     choose(run / "checkpoint" / "iteration_00000002", other)
-    assert "so this is not the text of the trained model: rope_theta was 10000.0, would be" in capsys.readouterr().err
+    assert (
+        "rope_theta was 10000.0 and is 50000.0 now. The text is not that of the trained model"
+        in capsys.readouterr().err
+    )
 
 
 def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_path):

@@ -116,19 +116,21 @@ def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_a
     if words is None:
         (tmp_path / "recipe.yaml").unlink()
         check_load_path(after)
-        assert "recipe.yaml is missing, so it is unknown with which plugins.lora.alpha" in capsys.readouterr().err
+        assert "no recipe of the run that trained the adapters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["checkpoint.no_load_optim=False", "resume_training=True"])
 def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, words):
     """Neither moments nor the order of the data were compared."""
-    recipe = Recipe({**stranger("grouped, no gate"), "resume_training": False})
+    recipe = Recipe({**stranger("grouped, no gate"), "resume_training": False, "load_checkpoint": ""})
     folder = saved(tmp_path / "iteration_00000004", recipe, states=["adam_m"])
     recipe["checkpoint"] |= {"load_path": str(folder), "no_load_optim": None}
     check_load_path(recipe)
     recipe["checkpoint"]["no_load_optim"] = True
     check_load_path(recipe)
     recipe["checkpoint"]["no_load_optim"] = None
+    check_load_path(apply_overrides(recipe, ["resume_training=True"]))  # which MindFormers switches off without a path
+    recipe["load_checkpoint"] = str(folder)
     name, _, value = words.partition("=")
     with pytest.raises(CheckpointError, match=rf"{name} is {value}, so MindFormers would resume .* --resume \S+04$"):
         check_load_path(apply_overrides(recipe, [words]))
@@ -139,6 +141,7 @@ def test_mindformers_does_not_resume_what_is_said_to_be_a_new_run(tmp_path, word
     [
         ("model.model_config.rope_theta=50000.0", r"rope_theta was 10000\.0 and is 50000\.0 now"),
         ("model.model_config.routed_scaling_factor=1.0", r"routed_scaling_factor was 2\.8 and is 1\.0 now"),
+        ("model.model_config.moe_router_load_balancing_type=aux_loss", None),
         ("optimizer.weight_decay=0.2", None),
         ("model.model_config.moe_aux_loss_coeff=0.1", None),
     ],
@@ -157,18 +160,41 @@ def test_a_resume_goes_on_with_the_model_that_was_trained(tmp_path, change, said
         check_data_order(apply_overrides(recipe, [change]), tmp_path, checkpoint)
 
 
-def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path):
+def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_path, capsys):
+    """Neither model was compared then, and a damaged recipe beside the weights ended what does not need it."""
+    recipe = stranger("no shared expert, but its width")
+    folder = saved(tmp_path / "checkpoint" / "iteration_00000004", recipe)
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    new = ["model.model_config.rope_theta=50000.0", f"checkpoint.load_path={folder}"]
+    check_load_path(apply_overrides(recipe, new[1:]))
+    assert capsys.readouterr().err == ""
+    check_load_path(apply_overrides(recipe, new))
+    assert "rotary_base was 10000.0 and is 50000.0 now" in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("base_config: gone.yaml")
+    check_load_path(apply_overrides(recipe, new))
+    assert f"so the settings with which {folder} was trained are not compared" in capsys.readouterr().err
+
+
+def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path, capsys):
     """The workers compared names only, after they had compiled; rope_theta and its like were compared by nobody."""
     recipe = apply_overrides(load_recipe(ROOT / "recipes/mini/pretrain.yaml"), [f"checkpoint.load_path={tmp_path}"])
     sizes = weights_model_of(recipe)
     save_file(initial_weights(sizes, 0), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config_of(sizes, "float32")))
     check_load_path(recipe)
-    other = apply_overrides(recipe, ["model.model_config.rope_theta=50000.0"])
-    with pytest.raises(CheckpointError, match=r"load_path: .*config\.json: .*rope_theta is 10000\.0, but"):
-        check_load_path(other)
+    check_load_path(apply_overrides(recipe, ["model.model_config.rope_theta=50000.0"]))  # as extends a context
+    assert "RoPE changes" in (said := capsys.readouterr().err) and "rope_theta is 10000.0, but" in said
+    with pytest.raises(CheckpointError, match=r"load_path: .*config\.json: .*routed_scaling_factor is 2\.8, but"):
+        check_load_path(apply_overrides(recipe, ["model.model_config.routed_scaling_factor=1.0"]))
     (tmp_path / "config.json").unlink()
-    check_load_path(other)
+    weights = initial_weights(sizes, 0)
+    save_file(
+        {k: v for k, v in weights.items() if not k.endswith("score_correction_bias")}, tmp_path / "model.safetensors"
+    )
+    check_load_path(apply_overrides(recipe, ["model.model_config.moe_router_enable_expert_bias=False"]))
+    with pytest.raises(CheckpointError, match=r"no model\.layers\.1\.mlp\.gate\.e_score_correction_bias"):
+        check_load_path(recipe)
+    save_file(weights, tmp_path / "model.safetensors")
     wider = apply_overrides(recipe, ["model.model_config.intermediate_size=192"])
     with pytest.raises(CheckpointError, match=r"not the weights of the recipe's model: model\.layers\.0\S+ is \["):
         check_load_path(wider)

@@ -386,7 +386,7 @@ def test_sharded_workers_that_this_host_has_no_memory_for_are_not_started(monkey
     preflight.check_memory(load_recipe(MINI))
 
 
-def test_instructions_that_are_missing_say_how_to_make_them(tmp_path):
+def test_instructions_that_are_missing_say_how_to_make_them(tmp_path, capsys):
     data = tmp_path / "talk.jsonl"
     recipe = {"train_dataset": {"data_loader": {"type": "HFDataLoader", "data_files": str(data)}},
               "plugins": {"held_out_loss": {"data_path": str(tmp_path / "talk_heldout.jsonl")}}}  # fmt: skip
@@ -398,5 +398,9 @@ def test_instructions_that_are_missing_say_how_to_make_them(tmp_path):
         data.touch()
     (tmp_path / "talk_heldout.jsonl").touch()
     preflight.check_data(recipe)
+    assert capsys.readouterr().err == ""
+    recipe["plugins"]["held_out_loss"]["data_path"] = str(data)
+    preflight.check_data(recipe)
+    assert f"held_out_loss.data_path: {data} is also in the training data" in capsys.readouterr().err
     recipe["train_dataset"]["data_loader"]["data_files"] = str(tmp_path / "part-*.jsonl")
     preflight.check_data(recipe)  # patterns and addresses are for the loader
