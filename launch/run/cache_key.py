@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.resume import data
-from launch.run.msrun import ROOT
+from launch.run.msrun import ROOT, on_ascend
 from plugins.settings import value_at
 from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
@@ -131,9 +131,11 @@ def _compiled_first(recipe: Recipe) -> str:
 
     MindSpore identifies the files of its cache only by their number. `plugins.held_out_loss` evaluates before the first
     step, but a sharded run that loads a checkpoint compiles its train step before it loads slices: with the other order
-    it would run the graph of an evaluation as its train step, and train nothing.
+    it would run the graph of an evaluation as its train step, and train nothing. On CPU `plugins.semi_auto_cpu.kept`
+    compares what was compiled.
     """
-    if value_at(recipe, "plugins.held_out_loss", False) in (None, False) or not View(recipe).parallel:
+    evaluates = value_at(recipe, "plugins.held_out_loss", False) not in (None, False)
+    if not (evaluates and View(recipe).parallel and on_ascend(recipe)):
         return ""
     return "train step" if value_at(recipe, "checkpoint.load_path") else "evaluation"
 

@@ -137,10 +137,10 @@ Two of the 13 faults (Megatron-Bridge #5840, Modalities #426) were inserted into
 different way, after a first run and after the rules of `diagnose` had been read. The first version of the two faults
 that were inserted twice overwrote the weights when the training began, which is earlier than in the real faults. The
 column "first try" holds for Megatron-Bridge #5840 and Modalities #426 the result of the second version; the expected
-stage and module were written down before the first version was run. After the 13 faults had been run, the rules of
-`diagnose` were changed because of three of the 13 faults that were caught, but not named right. By the changed rules,
-the weights from which a sharded run starts are read after a first step with a learning rate of 0, and norms inside
-attention belong to the module attention.
+stage and module were written down before the first version was run. After the trainings with all 13 faults, the rules
+of `diagnose` were changed because `diagnose` had found three of the faults but had named a wrong stage or module. By
+the changed rules, the weights from which a sharded run starts are read after a first step with a learning rate of 0,
+and norms inside attention belong to the module attention.
 """,
     "unseen": """The author of the 25 faults of this table had read the rules of `tc3 accuracy diagnose`, and wrote down
 for each fault the stage and the module that `diagnose` should name. The 25 earlier faults were committed to the

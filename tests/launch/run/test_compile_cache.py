@@ -126,17 +126,18 @@ def test_folders_and_savings_are_not_of_the_graph(recipe, starts, override):
     assert starts.begin(apply_overrides(recipe, [override])).loaded
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-def test_a_sharded_run_that_evaluates_has_a_cache_for_each_order_of_its_graphs(recipe, starts, mode):
+@pytest.mark.parametrize("mode, target", [(0, "Ascend"), (1, "Ascend"), (1, "CPU")])
+def test_a_sharded_run_that_evaluates_has_a_cache_for_each_order_of_its_graphs(recipe, starts, mode, target):
     """A resume compiles the train step first, a new run the evaluation, and MindSpore's files have only numbers."""
     held_out = {"data_path": "/data/other", "every": 2}
     fresh = {**recipe, "use_parallel": True, "plugins": {**recipe.get("plugins", {}), "held_out_loss": held_out}}
     fresh["parallel"] = {**recipe["parallel"], "parallel_mode": mode}
+    fresh["context"] = {**recipe["context"], "device_target": target}
     resumed = {**fresh, "checkpoint": {**fresh["checkpoint"], "load_path": "/run/checkpoint/iteration_00000002"}}
     without = [{**each, "plugins": recipe.get("plugins")} for each in (fresh, resumed)]
     starts.trained(fresh)
     starts.trained(without[0])
-    assert starts.begin(resumed).loaded == (mode == 0)
+    assert starts.begin(resumed).loaded == (mode == 0 or target == "CPU")
     assert starts.begin(fresh).loaded and starts.begin(without[1]).loaded
     starts.trained(resumed)
     assert starts.begin(resumed).loaded
