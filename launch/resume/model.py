@@ -302,9 +302,9 @@ def _say_extended(folder: Path, differences: str) -> None:
 
 
 def _refuse_hidden_resume(recipe: Recipe, path: Path) -> None:
-    """Raise CheckpointError if MindFormers would take a new run for a resume, which nothing here would have checked.
-    (Where `no_load_optim` is missing, MindFormers takes the opposite of `resume_training`, which it switches off if
-    `load_checkpoint` names nothing.)
+    """Raise CheckpointError if MindFormers would resume a run, although `tc3 train` was not asked to resume one and has
+    not checked that it can. (Where `no_load_optim` is missing, MindFormers takes the opposite of `resume_training`,
+    which it switches off if `load_checkpoint` names nothing.)
     """
     key = "checkpoint.no_load_optim"
     written = value_at(recipe, key, None)
@@ -385,7 +385,7 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
         refuse_other_scale(before, recipe, folder)
     elif adapters:
         click.echo(
-            f"checkpoint.load_path: {folder}: there is no recipe of the run that trained the adapters, so their "
+            f"checkpoint.load_path: {folder}: the recipe of the run that trained the adapters cannot be read, so their "
             f"{LORA}.alpha is unknown; make sure that alpha / rank of this recipe is the same",
             err=True,
         )

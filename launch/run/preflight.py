@@ -86,7 +86,7 @@ def check_sound(recipe: Recipe) -> None:
     """
     if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune", "predict_with_train_model"):
         raise RecipeError(
-            f"{recipe.source}: run_mode: {mode}: this is no mode of training, and MindFormers would train with its "
+            f"{recipe.source}: run_mode: {mode}: this mode is not for training, and MindFormers would train with its "
             "settings; write train or finetune"
         )
     if said := modelled(recipe):

@@ -372,8 +372,8 @@ def recipe_of_run(checkpoint: Path) -> Recipe | None:
 
 
 def settings_of_run(checkpoint: Path, asked: Recipe) -> tuple[Path, list[str]]:
-    """Return the path of the recipe of the run that saved `checkpoint`, and in words how the settings of the recipe
-    `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
+    """Return the path of the recipe of the run that saved `checkpoint`, and texts that say how the settings of the
+    recipe `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
     """
     before = recipe_of_run(checkpoint)
     return _beside(checkpoint), changed_settings(before, asked) if before else []

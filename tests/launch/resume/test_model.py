@@ -116,7 +116,7 @@ def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_a
     if words is None:
         (tmp_path / "recipe.yaml").unlink()
         check_load_path(after)
-        assert "no recipe of the run that trained the adapters" in capsys.readouterr().err
+        assert "the recipe of the run that trained the adapters cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["checkpoint.no_load_optim=False", "resume_training=True"])

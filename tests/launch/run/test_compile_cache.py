@@ -128,7 +128,7 @@ def test_folders_and_savings_are_not_of_the_graph(recipe, starts, override):
 
 @pytest.mark.parametrize("mode, target", [(0, "Ascend"), (1, "Ascend"), (1, "CPU")])
 def test_a_sharded_run_that_evaluates_has_a_cache_for_each_order_of_its_graphs(recipe, starts, mode, target):
-    """A resume compiles the train step first, a new run the evaluation, and MindSpore's files have only numbers."""
+    """A resume compiles the train step first, a new run the evaluation; MindSpore's files have only numbers."""
     held_out = {"data_path": "/data/other", "every": 2}
     fresh = {**recipe, "use_parallel": True, "plugins": {**recipe.get("plugins", {}), "held_out_loss": held_out}}
     fresh["parallel"] = {**recipe["parallel"], "parallel_mode": mode}
