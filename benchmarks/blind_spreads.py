@@ -33,6 +33,8 @@ from benchmarks.planted_spreads import (
     copied,
     handed_on,
     in_step,
+    names,
+    operators_at,
     ranks_at,
     root,
 )
@@ -421,8 +423,8 @@ class Steps:
         ]
         return report_of("", results, told, differ, self.micro_batches, per, per)
 
-    def faulty(self, fault: Fault) -> Iterator[tuple[str, Steps]]:
-        """Yield the operator of a fault and the ranks with it, for each rank whose graph has a place for it."""
+    def faulty(self, fault: Fault) -> Iterator[tuple[set[str], Steps]]:
+        """Yield the operators at a fault and the ranks with it, for each rank whose graph has a place for it."""
         for number, own in enumerate(self.ranks):
             for name in own.graph.graphs:
                 graphs = [replace(copied(each), root=name) for each in (own.graph, *own.peers.values())]
@@ -430,22 +432,22 @@ class Steps:
                     at = fault(graphs, own.known)
                 except LookupError:
                     continue
-                operator = f"{root(graphs[0])[at].op} %{at}"
+                operators = operators_at(graphs[0], at)
                 graph, *others = (GraphText(own.graph.root, each.graphs, each.parameters) for each in graphs)
                 copies = {n: found["copies"] for n, found in own.result["gradients"].items() if "copies" in found}
                 gradients = judge_gradients(graph, own.known, copies, own.result["rank"])
                 planted = Compiled(
                     {**own.result, "gradients": gradients}, graph, own.mesh, dict(zip(own.peers, others, strict=True))
                 )
-                yield operator, replace(self, ranks=[*self.ranks[:number], planted, *self.ranks[number + 1 :]])
+                yield operators, replace(self, ranks=[*self.ranks[:number], planted, *self.ranks[number + 1 :]])
                 break
 
 
-def said(report: Mapping[str, Any], operator: str) -> str:
-    """Return the word for what a report says of a fault at an operator."""
+def said(report: Mapping[str, Any], operators: set[str]) -> str:
+    """Return the word for what a report says of a fault at some operators."""
     if report["problems"]:
-        near = any(re.search(rf"{re.escape(operator)}(?!\d)", problem) for problem in report["problems"])
-        return NAMED if near or report["wrong"] == 1 or len(report["problems"]) == 1 else ELSEWHERE
+        sure = report["wrong"] == 1 or len(report["problems"]) == 1
+        return NAMED if sure or names(report["problems"], operators) else ELSEWHERE
     return DOUBTED if report["proven"] < report["weights"] else SILENT
 
 
@@ -483,11 +485,11 @@ def main(recipe: Path, quick: bool, overrides: tuple[str, ...], why: bool) -> No
     click.echo(f"Without a fault: {sound['proven']} of {sound['weights']} proven.\n\n| fault | said |\n|---|---|")
     silent = False
     for fault in FAULTS:
-        for operator, faulty in steps.faulty(fault):
+        for operators, faulty in steps.faulty(fault):
             report = faulty.report()
-            word = said(report, operator)
+            word = said(report, operators)
             silent = silent or word == SILENT
-            told = f" {operator}: {[*report['problems'], *report['missing'].items()][:1]}" if why else ""
+            told = f" {sorted(operators)}: {[*report['problems'], *report['missing'].items()][:1]}" if why else ""
             click.echo(f"| {(fault.__doc__ or '').strip().rstrip('.')} | {word}{told} |")
             break
     sys.exit(silent)

@@ -4,9 +4,10 @@ prove`.
     python benchmarks/planted_spreads.py RECIPE [--at-most N] [--set KEY=VALUE]
 
 RECIPE must have no pipeline. It is compiled as by `tc3 prove`; graphs in the cache are used again. Each kind of fault
-is planted at up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often a
-violation is named at the operator of the fault or a weight whose gradient it makes (`named`), how often somewhere else
-(`elsewhere`), how often weights become unknown and nothing is called wrong, and how often nothing is said.
+is planted at up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often the
+report names the operator of the fault, an operator directly before or behind it, or one weight whose gradient it makes
+(`named`), how often a violation is reported somewhere else (`elsewhere`), how often weights become unknown and nothing
+is called wrong, and how often nothing is said.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tools.dryrun.report import norm_report
 from tools.layout.resolve import resolve
 from tools.prove.cli import require_collectives
 from tools.prove.mesh import Mesh, Peers
+from tools.prove.origin import only_moves
 from tools.prove.report import PROVEN, mesh_for, prove_rank, ranks_of, typing_of
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -299,8 +301,10 @@ def _gathered(graph: GraphText, node: Node) -> bool:
     return node.op == "AllGather"
 
 
-def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], place: int) -> str:
-    """Return the word for what `tc3 prove` reports about a graph with a fault at a place: `named`, `elsewhere`,
+def outcome(
+    result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapping[str, GraphText], *places: int
+) -> str:
+    """Return the word for what `tc3 prove` reports about a graph with a fault at some places: `named`, `elsewhere`,
     `unknown only` or `silent`.
     """
     known = ranks_of(result, mesh.devices)
@@ -309,14 +313,34 @@ def outcome(result: Mapping[str, Any], graph: GraphText, mesh: Mesh, peers: Mapp
     stage = prove_rank(judged, typing_of(judged, graph, mesh, peers), {})
     wrong = [weight for weight in stage.weights if weight.verdict == "wrong"]
     if wrong or stage.contradictions:
-        reported = stage.contradictions + [weight.operator for weight in wrong]
-        named = {int(found[1]) for text in reported if (found := re.match(r"\w+ %(\d+)", text))}
-        near = {number for number, node in enumerate(root(graph)) if number == place or place in node.operands}
-        return NAMED if named & near or len(wrong) == 1 else ELSEWHERE
+        reported = stage.contradictions + [weight.why for weight in wrong]
+        operators = set[str]().union(*(operators_at(graph, place) for place in places))
+        return NAMED if len(wrong) == 1 or names(reported, operators) else ELSEWHERE
     norms = [norm_report([each], mesh.devices)["once"] for each in (judged, result)]
     if norms[0] < norms[1]:  # `tc3 prove` prints that the global norm counts fewer weights once
         return ELSEWHERE
     return SILENT if all(weight.verdict == PROVEN for weight in stage.weights) else DOUBTED
+
+
+def operators_at(graph: GraphText, place: int) -> set[str]:
+    """Return an operator of a graph as reports name it, and the operators that give it its arguments or take its
+    result, also through operators that only move what they are given.
+    """
+    nodes, found = root(graph), {place}
+    for users in (False, True):
+        todo = [place]
+        while todo:
+            at = todo.pop()
+            moves = at == place or only_moves(nodes[at])
+            found.add(at)
+            if moves:
+                todo += [n for n, node in enumerate(nodes) if at in node.operands] if users else nodes[at].operands
+    return {f"{nodes[number].op} %{number}" for number in found}
+
+
+def names(texts: Sequence[str], operators: set[str]) -> bool:
+    """Return whether texts of a report name one of some operators."""
+    return any(operators & set(re.findall(r"\w+ %\d+", text)) for text in texts)
 
 
 def copied(graph: GraphText) -> GraphText:

@@ -118,7 +118,7 @@ class Proofs:
             elif how != "reverse":
                 for each in graphs:
                     leave_out(root(each)[place])
-        return outcome(result, graphs[0], mesh, dict(zip(peers, graphs[1:], strict=True)), places[0])
+        return outcome(result, graphs[0], mesh, dict(zip(peers, graphs[1:], strict=True)), *places)
 
     def says(self, draw: Draw, executed: list[CallRecord]) -> str:
         """Return what `tc3 prove` reports of the graph with the fault of a draw: one of the words of `planted_spreads`.

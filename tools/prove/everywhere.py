@@ -7,10 +7,10 @@ graph again for each place of the first loose piece on the way to the operator. 
 place leads to a contradiction.
 
 A graph does not show a sum over a dimension that has one element on each rank: if this dimension is cut, the ranks'
-pieces may therefore be parts of a sum, which no place in a dimension describes. Only the results of Reshapes of values
-without loose pieces are tried, and only if the loose pieces did not cut a dimension of one element before the Reshape.
-If a place is a dimension of one element, an operator contradicts it only if the operator also refuses the pieces as
-parts of a sum (`Placed`).
+pieces may therefore be parts of a sum, which no place in a dimension describes. Only the results of Reshapes are tried,
+of values without loose pieces over the axes of the contradiction, and only if no such axis cut a dimension of one
+element before the Reshape. If a place is a dimension of one element, an operator contradicts it only if the operator
+also refuses the pieces as parts of a sum (`Placed`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tools.prove.typing import Failure, Frame, Typing
 DEPTH = 4  # loose pieces, one after another, whose places are tried
 PLACES = 4  # places of one piece; a value with more stays unknown
 TRIED = 64  # typings of a graph, each with other places
-Settled = Mapping[tuple[str, int], tuple[Dim, ...]]  # graph and operator -> the dimensions of its result
+# graph and operator -> the dimensions of its result, and the axes whose pieces these dimensions place
+Settled = Mapping[tuple[str, int], tuple[tuple[Dim, ...], frozenset[str]]]
 
 
 class Placed(Typing):
@@ -56,7 +57,7 @@ class Placed(Typing):
     def _as_sums(self, call: Call) -> Iterator[Call]:
         """Yield the operator with one or more of its arguments as sums over their cut dimensions of one element."""
         axes = frozenset(
-            atom for dims in self.settled.values() for dim in dims for atom in dim if isinstance(atom, str)
+            atom for dims, _ in self.settled.values() for dim in dims for atom in dim if isinstance(atom, str)
         )
         places = [place for place, x in enumerate(call.values) if _summed(x, axes) != x]
         for chosen in chain.from_iterable(combinations(places, count) for count in range(1, len(places) + 1)):
@@ -121,7 +122,7 @@ def _everywhere(
     if not depth or not 1 < len(ways) <= PLACES or operator in settled:
         return False
     for dims in ways:
-        own = {**settled, operator: dims}
+        own = {**settled, operator: (dims, failure.loose)}
         tried = tried_with(own)
         if tried and any(each.contradicts for each in tried.failures.values()):
             continue
@@ -133,8 +134,8 @@ def _everywhere(
 def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequence[tuple[Dim, ...]]]:
     """Return the first operator before a failure whose result has loose pieces (pieces whose dimension is not known
     yet) over the axes of the failure. Return also the dimensions of the operator's result for each possible placement
-    of its loose pieces. The dimensions are empty unless the operator is a Reshape of a known value without loose
-    pieces, whose loose pieces did not cut a dimension of one element, and which is alike in all calls of its graph.
+    of these loose pieces. The dimensions are empty unless the operator is a Reshape of a known value without loose
+    pieces over these axes, none of which cut a dimension of one element, and which is alike in all calls of its graph.
     """
     frame = next(
         each for each in typing.frames if each.name == failure.graph and each.values.get(failure.number) == failure
@@ -153,9 +154,10 @@ def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequ
                                             if each.name == own.name and number in each.values]  # fmt: skip
         if node.op != "Reshape" or not isinstance(value, Spread) or any(call != calls[0] for call in calls):
             break
-        if len(calls[0]) != 1 or not isinstance(x := calls[0][0], Spread) or x.loose or _alone(x.dims) & value.loose:
+        unplaced = value.loose & failure.loose
+        if len(calls[0]) != 1 or not isinstance(x := calls[0][0], Spread) or _alone(x.dims) & unplaced:
             break
-        ways = dict.fromkeys(one.dims for one in islice(placements(value), PLACES + 1))
+        ways = dict.fromkeys(one.dims for one in islice(placements(replace(value, loose=unplaced)), PLACES + 1))
         return (own.name, number), [*ways]
     return ("", 0), []
 

@@ -273,7 +273,9 @@ def _grouped(call: Call) -> Value:
     partial, powers = x.partial | w.partial, times((x.powers, 1), (w.powers, 1))
     exchanges = ways(_rows(x if call.values[9] == 0 else w)[1])
     if (counted := _order(call, 7).key)[0] != "counts" or counted[2:] != exchanges:
-        raise refusal((x, w), "the numbers of rows of the groups do not fit the rows after their exchange")
+        both = (" and then over ".join(map(_named, each)) or _named(()) for each in (exchanges, counted[2:]))
+        told = "the rows were exchanged over {}, and the numbers of rows of the groups over {}".format(*both)
+        raise refusal((x, w), told if counted[0] == "counts" else "the numbers of rows of the groups are not counts")
     if call.values[9] == 0:
         _, rows, behind = _rows(x)
         cut, went = tuple(atom for atom in w.dims[0] if isinstance(atom, str)), _exchanged(rows)

@@ -102,10 +102,10 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bo
 
 
 def _ranks_in_front(x: Spread) -> Spread:
-    """Return the pieces in front of all extents in dimension 0, if nothing else is there."""
+    """Return the pieces in front of all extents in dimension 0, if nothing else is there; their place is no guess."""
     place = next((number for number, dim in enumerate(x.dims) if dim), 0)
-    if not place:
-        return x
+    if not place:  # they are there already
+        return replace(x, loose=x.loose.difference(atom for atom in x.dims[0] if isinstance(atom, str)))
     first = next((at for at, atom in enumerate(x.dims[place]) if not isinstance(atom, str)), 0)
     axes, rest = x.dims[place][:first], x.dims[place][first:]
     dims = (axes, *x.dims[1:place], rest, *x.dims[place + 1 :])

@@ -24,9 +24,11 @@ from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
 from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
+from tools.prove.balance import averaged_sends
 from tools.prove.everywhere import remains
 from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
+from tools.prove.origin import explained, since
 from tools.prove.places import in_common
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Direction, Failure, Typing
@@ -172,7 +174,7 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
     stage must then send values with these spreads, for some possible places of loose pieces. If it is unknown how one
     of the stages sends a value, it is unknown how all stages receive values of its direction and shape.
     """
-    received, doubted = dict[Direction, Spread](), set[Direction]()
+    received, doubted, averaged = dict[Direction, Spread](), set[Direction](), set[Direction]()
     while True:
         found = [each(received) for each in make]
         sent: dict[Direction, set[Spread]] = {}
@@ -185,10 +187,16 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
         left = {direction: spreads for direction, spreads in sent.items() if spreads and direction not in doubted}
         new = {each: in_common(left[each]) or min(left[each], key=str) for each in left if each not in received}
         if not new:
-            if not (wrong := unknown & received.keys()):
+            divided = set[Direction]().union(*map(averaged_sends, found)) - averaged
+            if not (wrong := unknown & received.keys()) and not divided:
                 break
             doubted |= wrong
-        received = {each: value for each, value in (received | new).items() if each not in doubted}
+            averaged |= divided
+        received = {
+            each: replace(value, undivided=each not in averaged)
+            for each, value in (received | new).items()
+            if each not in doubted
+        }
     return found, [
         f"stages send {direction} values of shape {shape} as {' and as '.join(sorted(map(str, spreads)))}"
         for (direction, shape), spreads in sent.items()
@@ -210,11 +218,16 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     told = [f"the loss is reported as {each}" for each in typing.losses()]
     failures, asked = typing.failures, len(typing.asked)
     causes = {(each.graph, each.number): each for each in failures.values()}
-    told += [f"{typing.name_of(each.graph, each.number)}: {each.why}" for each in causes.values() if each.contradicts]
+    told += [
+        f"{typing.name_of(each.graph, each.number)}: {each.why}{explained(typing, each)}"
+        for each in causes.values()
+        if each.contradicts
+    ]
     if not told and (wrong := remains(typing, lambda tried: _ask(tried, weights))):
         why = wrong.why.partition(" (the place of")[0]
         place = typing.name_of(wrong.graph, wrong.number)
-        told.append(f"{place}: {why}; every other place of the pieces leads to a contradiction, too")
+        others = "; every other place of the pieces leads to a contradiction, too"
+        told.append(f"{place}: {why}{others}{explained(typing, wrong)}")
     missing = Counter(
         typing.graph.graphs[each.graph][each.number].op or "a call" for each in causes.values() if not each.contradicts
     )
@@ -264,6 +277,7 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
         told = str(found)
         if fault := against(found, wanted):
             why = f"{place}: its gradient is {found}: {fault}" if place else f"its gradient is {found}: {fault}"
+            why += since(typing, name, number, found)
             return Weight(name, UNKNOWN if found.loose else WRONG, why, told, place)
     return Weight(name, PROVEN, spread=told)
 

@@ -66,7 +66,7 @@ def apply(call: Call) -> Value:
         if error.over is not None and not loose & error.over:  # no place changes what is wrong
             raise
         if loose and not isinstance(error, Certain):  # another place of a piece might be right
-            raise Uncertain(str(error), loose) from None
+            raise Uncertain(str(error), loose if error.over is None else loose & error.over) from None
         raise
 
 

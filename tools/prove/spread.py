@@ -116,6 +116,7 @@ class Spread:
         dropped: the axes that cut a dimension of one element which a reshape to a vector has left out. The pieces on
             these axes are also parts of the sum over it.
         formula: for integers that were computed from ends of documents, the formula (see `tools.prove.documents`).
+        undivided: whether this is a received gradient that no router has divided (see `tools.prove.balance`).
     """
 
     dims: tuple[Dim, ...]
@@ -127,6 +128,7 @@ class Spread:
     merged: tuple[Dim, ...] = field(default=(), compare=False, repr=False)
     dropped: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     formula: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    undivided: bool = field(default=False, compare=False, repr=False)
 
     @property
     def holes(self) -> frozenset[str]:
@@ -177,15 +179,11 @@ def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
 
 
 class Zeros(Spread):
-    """A `Zeros` describes a tensor that is zero on all ranks. A tensor of zeros can be added to any value, however the
-    value is distributed over the ranks.
-    """
+    """A `Zeros` describes a tensor that is zero on all ranks, which can be added to any value."""
 
 
 class Alike(Spread):
-    """An `Alike` describes a constant tensor whose elements are all equal; it can be combined with a value that is cut
-    over ranks in any way.
-    """
+    """An `Alike` describes a constant tensor of equal elements, which can be combined with a value cut in any way."""
 
 
 def plain(shape: Iterable[int]) -> Spread:
@@ -225,9 +223,7 @@ def scaled(x: Spread, axes: Iterable[str], power: int) -> Spread:
 
 
 def checked(dims: tuple[Dim, ...], *given: Spread) -> tuple[Dim, ...]:
-    """Return the dimensions of a value unchanged; raise an error if two dimensions are cut along the same axis of the
-    mesh.
-    """
+    """Return the dimensions of a value unchanged; raise an error if one axis of the mesh cuts two dimensions."""
     cuts = Counter(atom for dim in dims for atom in dim if isinstance(atom, str))
     if twice := [axis for axis, count in cuts.items() if count > 1]:
         raise refusal(given, f"{twice[0]} would cut two dimensions")
@@ -352,9 +348,7 @@ def _surely_partial(rule: Callable[[Spread, Spread], Spread], x: Spread, y: Spre
 
 
 def as_tensor(x: Spread) -> Spread:
-    """Return the spread of a value without the information that the elements of the value are equal (`Alike`) or zeros
-    (`Zeros`).
-    """
+    """Return the spread of a value without the information that its elements are equal (`Alike`) or `Zeros`."""
     return Spread(**vars(x)) if isinstance(x, (Alike, Zeros)) else x
 
 
@@ -377,7 +371,8 @@ def joined(x: Spread, y: Spread) -> Spread:
     if x.dims != y.dims and any(x.dims) and any(y.dims):
         require_home(x, y)
     if either := x.greatest | y.greatest:
-        raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
+        why = f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}"
+        raise refusal((x, y), why, either)
 
     def join(one: Spread, two: Spread) -> Spread:
         found = []
@@ -429,7 +424,8 @@ def add(x: Spread, y: Spread) -> Spread:
 def check_linear(x: Spread, y: Spread) -> None:
     """Raise an error if the products that the ranks compute do not add up to the product of the whole values."""
     if either := x.greatest | y.greatest:
-        raise refusal((x, y), f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}")
+        why = f"one of them is the maximum of only a rank's own piece over {', '.join(sorted(either))}"
+        raise refusal((x, y), why, either)
     if both := x.partial & y.partial:
         raise refusal((x, y), f"both are partial over {', '.join(sorted(both))}")
     if x.partial and y.partial:  # the parts of one may differ along the axes of the other
@@ -472,6 +468,11 @@ def by_element(*given: Spread) -> Spread:
     return replace(found, shifted=frozenset().union(*(x.shifted for x in given)))
 
 
+def _held(x: Spread) -> frozenset[str]:
+    """Return the axes along which the ranks do not all hold the same, right value."""
+    return x.holes | x.partial | x.greatest | x.shifted | frozenset(axis for axis, _ in x.powers)
+
+
 def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False) -> Spread:
     """Return how a matrix product over the last two dimensions of two values is distributed over the ranks (its
     spread); the other dimensions are the batch.
@@ -494,5 +495,6 @@ def matmul(x: Spread, y: Spread, x_turned: bool = False, y_turned: bool = False)
 
     found = _settled(product_of, x, y)
     sure = _surely_partial(product_of, x, y) if found.partial & (x.loose | y.loose) else frozenset()
+    sure |= (y.holes - y.loose - _held(x)) | (x.holes - x.loose - _held(y))  # the pieces of one factor, in its place
     partial, powers = x.partial | y.partial | found.partial, times((x.powers, 1), (y.powers, 1))
     return replace(found, partial=partial, powers=powers, loose=(x.loose | y.loose) & (found.holes | partial) - sure)

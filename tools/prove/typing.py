@@ -20,11 +20,11 @@ from typing import Any
 
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, listed, tensors
-from tools.prove import moves
+from tools.prove import balance, moves
 from tools.prove.call import WAITS, Call, Value, is_only_averaged, literal, operands_of
 from tools.prove.mesh import COLLECTIVES, Mesh, Peers
 from tools.prove.places import total_of
-from tools.prove.rules import RULES, apply, divisor_of
+from tools.prove.rules import RULES, apply
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, Uncertain, plain
 
 ADDED = "accu_grads."
@@ -83,6 +83,7 @@ class Frame:
         self.names: dict[int, int] = {}
         self.given_names = names or {}
         self.origins: dict[str, tuple[Frame, str]] = {}  # of arguments: where the caller has them
+        self.called: dict[int, Frame] = {}  # by operator: the call of a graph that it is
 
     def named(self, text: str) -> int:
         """Return the identifier of an argument; arguments with equal identifiers have equal values."""
@@ -116,7 +117,7 @@ class Typing:
         parameter: name of a parameter of the root graph -> its spread; it raises `NotKnown` for other names.
         ranks_of: group -> its global ranks, or None if they are unknown.
         received: the spreads of the values that compiled stages send.
-        settled: the dimensions of values with loose pieces, by graph and operator.
+        settled: by graph and operator, the dimensions of values with loose pieces, and the axes that these place.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Typing:
         ranks_of: Callable[[str], tuple[int, ...] | None],
         peers: Peers,
         received: Mapping[Direction, Spread] | None = None,
-        settled: Mapping[tuple[str, int], tuple[Dim, ...]] | None = None,
+        settled: Mapping[tuple[str, int], tuple[tuple[Dim, ...], frozenset[str]]] | None = None,
     ):
         self.graph, self.mesh, self.parameter, self.peers = graph, mesh, parameter, peers
         self.ranks_of, self.generated = ranks_of, generated_groups(graph)
@@ -135,6 +136,7 @@ class Typing:
         self.root = Frame(graph.root, {})
         self.frames = [self.root]
         self.added: dict[str, list[Value]] = {}
+        self.adders: dict[str, list[tuple[Frame, int]]] = {}  # by weight: the operators whose results are added
         self.divided = frozenset[str]()  # the axes of the mesh that must be divided before some operators can be judged
         self.repeats = self._sums_of_the_loss()
         self.settled = settled or {}
@@ -166,7 +168,7 @@ class Typing:
         name = frame.name_node(number, node, arguments)
         try:
             if node.calls:
-                return self._call(frame, node)
+                return self._call(frame, number, node)
             if node.op in WAITS:
                 return None
             if node.op == "Receive":
@@ -192,7 +194,7 @@ class Typing:
             differs = self.peers.differs(frame.name, number) if node.op in RULES else {}
             any_order = node.op == "AllGather" and is_only_averaged(self.graph.graphs[frame.name], number)
             axes = self.axes_of(node, any_order) if node.op in COLLECTIVES else ()
-            self._require_mean(frame, node, axes)
+            balance.require_mean(self, frame, node, axes)
             offsets = self.peers.offsets(frame.name, number) if differs else {}
             names = tuple(map(frame.named, arguments))
             call = Call(node, name, values, self.mesh.sizes, differs, axes, self._repeats(frame, node), offsets, names)
@@ -200,10 +202,7 @@ class Typing:
             self._keep_places(frame, call, arguments)
             if uneven:
                 raise (Certain if RULES[node.op].takes_differing and uneven.counts else NotKnown)(uneven.says)
-            dims = self.settled.get((frame.name, number), self.placed.get(name))  # of a value that is recomputed
-            if isinstance(found, Spread) and found.loose and dims:
-                here = moves.with_dims(found, dims)
-                found = replace(here, loose=frozenset()) if here.dims == dims else found
+            found = self._settled(found, (frame.name, number), name)
             return self._in_the_forwards_dimensions(call, found) if node.op == "Reshape" else found
         except (Contradiction, NotKnown) as error:
             loose = error.loose if isinstance(error, Uncertain) else frozenset()
@@ -212,6 +211,16 @@ class Typing:
             return Failure(
                 False, frame.name, number, f"its rule does not know this form ({type(error).__name__}: {error})"
             )
+
+    def _settled(self, found: Value, operator: tuple[str, int], name: int) -> Value:
+        """Return the result of an operator with its loose pieces in the dimensions that are known for them: by
+        `settled`, or by an equal value, which may be recomputed.
+        """
+        dims, firm = self.settled.get(operator, (self.placed.get(name), frozenset(self.mesh.sizes)))
+        if not isinstance(found, Spread) or not found.loose or not dims:
+            return found
+        here = moves.with_dims(found, dims)
+        return replace(here, loose=here.loose - firm) if here.dims == dims else found
 
     def applied(self, call: Call) -> Value:
         """Return the result of an operator, by its rule."""
@@ -269,31 +278,6 @@ class Typing:
         known = self.reshaped.get((x.dims, found.shape), set())
         return moves.with_dims(found, *known) if len(known) == 1 else found
 
-    def _require_mean(self, frame: Frame, node: Node, axes: Sequence[str]) -> None:
-        """Refuse the backward pass of a sum of the ranks' balancing losses that is not a mean: nothing between the
-        division of the loss's gradient by all devices and the sum over ranks divides by the number of ranks.
-        """
-        of_loss = node.op == "AllReduce" and math.prod(node.outputs[0].shape) == 1
-        if not of_loss or not re.search(r"Router/(?:.*/)?Grad_AllReduce/", node.scope):
-            return
-        ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
-        todo, seen, unsure = self.before(frame, node), set[tuple[str, int]](), False
-        mean = False
-        while todo:
-            own, number = todo.pop()
-            each = self.graph.graphs[own.name][number]
-            if each.op == "RealDiv" and "Grad_RealDiv" in each.scope and divisor_of(each) == ranks:
-                mean = True
-                continue
-            if each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
-                raise Contradiction(f"the losses of {ranks} ranks are summed, but not divided by {ranks}")
-            unsure = unsure or bool(each.calls) or each.op == "Receive"
-            if (own.name, number) not in seen:
-                seen.add((own.name, number))
-                todo += self.before(own, each)
-        if unsure or not mean:  # the gradient comes from another stage or graph
-            raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
-
     def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
         """Return the operators whose results are inputs of an operator, including operators of the calling graph."""
         found = [(frame, number) for number in operands_of(node)]
@@ -318,7 +302,7 @@ class Typing:
                 raise
             return found[0] if len(found) == 1 else found
 
-    def _call(self, frame: Frame, node: Node) -> Value:
+    def _call(self, frame: Frame, number: int, node: Node) -> Value:
         """Return what a subgraph returns that the operator calls, by name or as a closure."""
         direct = re.match(r"\s*call @", node.head)
         inside = node.head.partition("(")[2] if direct else node.head.rpartition("](")[2]
@@ -338,6 +322,7 @@ class Typing:
         inner = Frame(target, dict(zip(parameters, [*bound, *given], strict=False)), named)
         inner.origins = {each: (frame, text) for each, text in zip(parameters[len(bound) :], texts, strict=False)}
         self.frames.append(inner)
+        frame.called[number] = inner
         nodes = self.graph.graphs[target]
         for each in nodes:
             weight = _SUMMED.search(each.types[1]) if each.op == "AssignAdd" else None
@@ -345,14 +330,19 @@ class Typing:
                 text = arguments_of(each.head)[1]
                 if re.fullmatch(r"%\d+", text):
                     self._of(inner, int(text[1:]))
+                    self.adders.setdefault(weight[1], []).append((inner, int(text[1:])))
                 self.added.setdefault(weight[1], []).append(self._argument(inner, text, ""))
         return self._of(inner, len(nodes) - 1)
 
     def _receive(self, node: Node) -> Value:
-        direction = _direction(node)
+        direction = self.direction_of(node)
         if direction not in self.received:
             raise NotKnown(f"it is unknown how the other stage sends this value ({direction[0]})")
         return self.received[direction]
+
+    def direction_of(self, node: Node) -> Direction:
+        """Return whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
+        return "backward" if "Gradients/" in node.scope else "forward", node.outputs[0].shape
 
     def sent(self) -> dict[Direction, set[Spread | Failure]]:
         """Return the spreads of the values that the root graph sends to other stages, by pass (forward or backward) and
@@ -367,7 +357,7 @@ class Typing:
             except (Contradiction, NotKnown):  # the report tells it with the weight
                 continue
             if isinstance(value, (Spread, Failure)):
-                found[_direction(node)].add(value)
+                found[self.direction_of(node)].add(value)
         return found
 
     def summed(self, weight: str) -> Value:
@@ -463,10 +453,11 @@ class Typing:
 
     def name_of(self, graph: str, number: int) -> str:
         """Return a text that helps a person to find an operator: its name, its number, and its line in the Python
-        source.
+        source; if the graph states no line, the last cells around it.
         """
         node = self.graph.graphs[graph][number]
-        return f"{node.op or 'call'} %{number} ({node.source or node.scope.rpartition('/')[0] or 'no source is known'})"
+        cells = "/".join(node.scope.split("/")[-3:-1])
+        return f"{node.op or 'call'} %{number} ({node.source or cells or 'no source is known'})"
 
     def _sums_of_the_loss(self) -> dict[str, frozenset[str]]:
         """Return scope of a loss -> the axes over which its forward sums."""
@@ -485,8 +476,3 @@ class Typing:
         factor = self.graph.graphs[frame.name][node.operands[0]]
         scopes = [each.scope for each in (factor, node) if _OF_THE_LOSS in each.scope and each.op in ("Mul", "Muls")]
         return self.repeats.get(scopes[0].rpartition("/")[0], frozenset()) if scopes else frozenset()
-
-
-def _direction(node: Node) -> Direction:
-    """Return whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
-    return "backward" if "Gradients/" in node.scope else "forward", node.outputs[0].shape

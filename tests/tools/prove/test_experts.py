@@ -99,7 +99,7 @@ def test_a_dispatch_that_is_not_undone_is_refused():
     made = result("GroupedMatmul", [there], [weights], *EMPTY, GOT, 3, 0, of=(-1, 2))[0]
     with pytest.raises(Contradiction, match="experts are cut over a"):
         result("GroupedMatmul", [there], [Spread((("a", 2), (2,), (2,)))], *EMPTY, GOT, 3, 0)
-    with pytest.raises(Contradiction, match="do not fit the rows"):
+    with pytest.raises(Contradiction, match="and the numbers of rows of the groups over no ranks"):
         result("GroupedMatmul", [there], [weights], *EMPTY, SENT, 3, 0)
     with pytest.raises(Contradiction, match="another sort"):
         result("IndexSelect", made, 0, Order(("unsort", 8)), of=(4, 2))

@@ -344,7 +344,7 @@ def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_pa
     for other in ("TensorMove(%1)", "TensorMove(%0)"):  # the second gradient is not divided
         wrong = of_balancing_losses(tmp_path, DEVICES, "nowhere" if other.endswith("1)") else "caller", other)
         assert wrong.contradicts
-        assert wrong.why.endswith("the losses of 2 ranks are summed, but not divided by 2")
+        assert wrong.why.endswith("balancing losses of 2 ranks are summed, but not divided by 2")
     for starts, divided, other in (
         (RECEIVED, "nowhere", "TensorMove(%1)"),
         ("TensorMove(%para1_scale)", "nowhere", "TensorMove(%1)"),
@@ -352,6 +352,57 @@ def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_pa
     ):
         unknown = of_balancing_losses(tmp_path, starts, divided, other)
         assert not unknown.contradicts and "nothing here divides the losses of 2 ranks" in unknown.why
+
+
+HALF = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))"
+TWO_ONES = "<Tuple[Tensor[Float32]*2], TupleShape((), ())>"
+
+
+def balance_stage(tmp_path, name, starts, divided, called=False):
+    """Return a stage that sends a gradient of one number back, and sums it over the ranks as a router does.
+
+    Args:
+        starts: how the stage gets the gradient. divided: whether it divides what it sends and sums, as a router does.
+        called: whether the number that is sent is a member of the tuple that a called graph returns, which returns
+            beside it a number that the graph divides.
+    """
+    over = "Gradients/Default/Router/Grad_RealDiv"
+    root = [
+        node(0, starts, ONE, ONE, "Gradients/Default/Grad__VirtualDiv"),
+        node(1, HALF.format("%0") if divided else "TensorMove(%0)", ONE, ONE, over),
+        node(2, "call @1_Back(%1)", ONE, TWO_ONES),
+        node(3, "TupleGetItem(%2, I64(0))" if called else "TensorMove(%1)", TWO_ONES if called else ONE, ONE),
+        node(4, "Send(%3)", ONE, ONE, "Gradients/Default/Send"),
+        node(5, 'AllReduce(%1) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE, BALANCE),
+    ]
+    back = [
+        node(0, HALF.format("%para11_dout"), ONE, ONE, over),
+        node(1, "MakeTuple(%para11_dout, %0)", f"{ONE}, {ONE}", TWO_ONES),
+    ]
+    text = f"# IR entry: @0_Step\nsubgraph @1_Back(%para11_dout) {{\n{''.join(back)}}}\n"
+    text += f"subgraph @0_Step(%para1_inputs0) {{\n{''.join(root)}}}\n"
+    file = tmp_path / f"{name}.ir"
+    file.write_text(text, encoding="utf-8")
+    return read_graph(file)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("sends_divided", [False, True])
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_stage_knows_whether_the_next_one_has_divided_the_gradient_of_the_balancing_losses(
+    tmp_path, called, middle, sends_divided, divided
+):
+    last = balance_stage(tmp_path, "last", DEVICES, sends_divided, called)
+    between = [balance_stage(tmp_path, "middle", RECEIVED, False, called)] if middle else []
+    first = balance_stage(tmp_path, "first", RECEIVED, divided, called)
+    make = [lambda received, read=read: typing(read, received) for read in (first, *between, last)]
+    found = type_stages(make)[0][0].of(5)
+    if divided:
+        assert found == plain(())
+    else:
+        assert found.contradicts == (not sends_divided)
+        assert "losses of 2 ranks" in found.why
 
 
 def test_the_neighbours_of_any_rank_are_in_its_stage_and_differ_along_one_axis(tmp_path):
