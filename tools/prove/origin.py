@@ -19,7 +19,6 @@ _MOVES = frozenset(
     ("Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "TransposeExtView", "Depend", "Load", "TensorMove")
 ) | {"MakeTuple", "TupleGetItem", "Send", "Muls", "Divs", "Neg", "MoveTo", "TensorToTuple"}
 _LIMITS = frozenset(("Minimum", "Maximum", "ReLU", "ClipByValue"))  # of indices that lie outside a table
-_PARTS = frozenset(("StridedSlice", "Split", "SplitWithSize"))
 _DIVIDES = "Grad__VirtualDiv"  # the cell that divides the loss's gradient by the number of devices
 Place = tuple[Frame, int]  # a call of a graph, and an operator of the graph
 
@@ -141,7 +140,7 @@ def _whole(typing: Typing, place: Place, node: Node) -> Iterator[str]:
     if since_when := _begins(typing, [place], whole):
         yield f"it is the same on the ranks along {told} since {since_when}"
     way = _way(typing, [place], whole)
-    parts = [each for each in way if typing.graph.graphs[each[0].name][each[1]].op in _PARTS]
+    parts = [each for each in _in_order(typing, way) if typing.graph.graphs[each[0].name][each[1]].op == "StridedSlice"]
     if parts:
         yield f"all ranks along {told} take the same part at {_named(typing, parts)}"
 

@@ -16,11 +16,12 @@ from tests.tools.prove.renew import HERE, read
 from tests.tools.prove.test_spread import SIZES
 from tools.dryrun import cli as dryrun
 from tools.dryrun import report
+from tools.dryrun.collectives import generated_groups
 from tools.dryrun.graph_text import Node
 from tools.prove import cli
 from tools.prove.call import Call, literal
 from tools.prove.mesh import Mesh, Peers
-from tools.prove.report import _by_spread, against, prove_rank, typing_of
+from tools.prove.report import _by_spread, against, prove_rank, ranks_of, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Certain, NotKnown, Spread, Zeros, plain
 
@@ -49,6 +50,36 @@ def test_planted_faults_are_found(kind, monkeypatch):
     monkeypatch.setattr("benchmarks.planted_spreads.faults", lambda *_: {kind: (places, plant)})
     told = examine(RESULT, GRAPH, MESH, PEERS, 1)[kind]
     assert told == {FOUND.get(kind, NAMED): 1}
+
+
+def known_groups(group):
+    return ranks_of(RESULT, MESH.devices)(group) or generated_groups(GRAPH).get(group)
+
+
+SAYS = {  # kind of fault -> what the report says; the number is that of the operator at which the fault is planted
+    "the division by the devices left out": "nothing in the backward pass, which begins with ",
+    "the factor of the loss's ranks left out": "it was not yet summed when its ranks took parts of it at Mul ",
+    "backward: each rank keeps its own part instead of the sum": "ranks took parts of it at StridedSlice %{}",
+    "forward: pieces gathered over another group": "it is the same on the ranks along tp since AllGather %{}",
+    "every rank takes the same slice": "along dp take the same part at StridedSlice %{}",
+    "the vocabulary starts at 0 on every rank": "an argument comes from Sub %{}",
+    "the mask of the vocabulary left out": "an argument comes from Embedding ",
+    "forward: each rank keeps its own part instead of the sum": "is a partial sum since ",
+    "a gradient's sum taken twice": "it is too large since AllReduce ",
+}
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_a_violation_names_the_operators_behind_it(kind):
+    places, plant = faults(GRAPH, PEERS)[kind]
+    sound = typing_of(RESULT, GRAPH, MESH, PEERS)
+    prove_rank(RESULT, sound, {})
+    place = next(place for place in places if (GRAPH.root, place) in sound.asked)
+    faulty, *others = (copied(each) for each in (GRAPH, *PEERS.values()))
+    plant([faulty, *others], place, known_groups)
+    stage = proven(faulty, dict(zip(PEERS, others, strict=True)))
+    told = [*stage.contradictions, *(weight.why for weight in stage.weights if weight.verdict == "wrong")]
+    assert any(SAYS[kind].format(place) in each for each in told), told
 
 
 def test_a_missing_sum_is_named_with_its_weight_and_the_axes():
