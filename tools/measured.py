@@ -312,8 +312,8 @@ def measured_cluster(bundle: Bundle) -> str:
     """
     if CLUSTER not in bundle.texts:
         raise DataError(
-            f"{bundle.path}: the bundle has no {CLUSTER}, because the check calibrate gave no result; tc3 "
-            f"firsthour read {bundle.path} says why"
+            f"{bundle.path}: the bundle has no {CLUSTER}, because the check `calibrate` gave no result; to see "
+            f"why, run `tc3 firsthour read {bundle.path}`"
         )
     return bundle.texts[CLUSTER]
 

@@ -109,7 +109,7 @@ class Budget(click.ParamType):
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep the results and the training runs of the checks in this folder.  [default: "
-    "output/firsthour/<folder>-<recipe>]",
+    "output/firsthour/<the recipe's folder>-<the recipe's name>]",
 )
 @click.option(
     "--out",

@@ -37,7 +37,7 @@ class ContextPlan:
 
 def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
     """Cut the sample into `ranks` equal consecutive parts and give rank r the r-th part. The argument `segments` is
-    int64 [documents], the number of tokens of each document; their sum is a multiple of `ranks`.
+    int64 [documents], the number of tokens of each document; the sum of these numbers is a multiple of `ranks`.
     """
     return _strided(segments, ranks, np.arange(ranks))
 

@@ -255,8 +255,8 @@ class Table:
             self.count[home] += 1
 
     def choose(self, homes: np.ndarray, rank: int) -> np.ndarray:
-        """Return the slot that computes each (token, expert) pair of a rank, int32 in the shape of `homes`, which holds
-        the own slot of each pair's expert.
+        """Return for each (token, expert) pair of a rank the slot that computes it, as int32 in the shape of `homes`,
+        which holds the slot of the original (not of a copy) of each pair's expert.
 
         The pairs of an expert use its slots in turn, in the order of tokens; each rank begins with another slot, so
         that ranks with few pairs do not all send them to the home.

@@ -1,5 +1,6 @@
-"""This module reads `plugins.hierarchical_ep` of a recipe. The module returns the values with which a rank's experts
-are built, and checks that the device can sort as many rows as a rank may receive. The module is pure Python.
+"""This module reads `plugins.hierarchical_ep` of a recipe. The module computes the settings from which a rank's
+experts are built, and checks that the device can sort as many rows of tokens as a rank may receive. The module is pure
+Python.
 
 A `Part` holds topology, mode and chunks of one rank. `largest_sorts` says how many rows one rank may have to sort at
 once, and `check_room` refuses more rows than the rank's device can sort.

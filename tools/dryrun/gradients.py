@@ -275,8 +275,8 @@ class _Walk:
         return [peer for peer, way in self.transfers("Receive") if way.start == name]
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
-        """Return, for each Send or Receive of a parameter outside of the forward and backward passes, the pair (global
-        rank of the peer, operators on the parameter's path).
+        """Find each Send or Receive (`op`) that transfers a parameter outside of the forward and backward passes.
+        Return for each the global rank of its peer, and a `Way` with the collectives between it and the parameter.
         """
         nodes = self.graph.graphs[self.graph.root]
         found = []

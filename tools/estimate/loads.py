@@ -46,10 +46,10 @@ TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
 FORMS = "even, published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, or a file"
 HELP = (
-    "Assume that the experts' tokens are distributed in this way over the devices of an expert-parallel group: even, "
-    "published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, as in a run with "
-    "plugins.expert_balance, or as in a routing log (.jsonl or .csv). docs/estimator.md explains each of these "
-    "values of --loads.  [default: even]"
+    "Assume that the experts' tokens are distributed in this way over the devices of an expert-parallel group. LOADS "
+    "is one of the words even, published and trained; spread:NUMBER; a number such as 1.3, the largest load divided by "
+    "the mean load; the folder of a run with plugins.expert_balance; or the file of a routing log (.jsonl or .csv). "
+    "docs/estimator.md explains each of these values.  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)
 _MOST = {"step": 1_000_000_000, "micro_batch": 100_000, "layer": 10_000, "expert": 100_000}  # the largest of each

@@ -302,7 +302,7 @@ def runs() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw a timeline of the runs, with all starts after failures (.svg or .png).",
+    help="Draw a timeline of the runs, including every restart after a failure (.svg or .png).",
 )
 @click.option(
     "--measured",

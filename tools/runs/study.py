@@ -130,7 +130,7 @@ class Mtbf:
 @dataclass(frozen=True)
 class Saving:
     """A `Saving` holds the interval between checkpoint saves that a run used and the best interval, in seconds of
-    training. A `Saving` also holds the share of the time that saving at each of these intervals costs.
+    training. For each of the two intervals, a `Saving` also holds the share of the run's time that saves take.
     """
 
     cost: float
