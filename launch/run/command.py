@@ -23,7 +23,7 @@ from launch.agent.loop import Agent
 from launch.agent.part import command_of
 from launch.agent.planning import Job, make_plan, next_number, own_name
 from launch.resume import checkpoints, data
-from launch.resume.model import check_load_path, check_model
+from launch.resume.model import check_load_folder, check_load_path, check_model
 from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, Size, checked_recipe, effective_recipe, fitted_to_conversations
 from launch.run.msrun import check_port, optimizer_environment
@@ -249,7 +249,7 @@ def checks(
         lambda: None if slots else preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
-        lambda: None if goes_on or slots else check_load_path(recipe),
+        lambda: None if goes_on else (check_load_folder if slots else check_load_path)(recipe),
         lambda: preflight.check_run_dir(run_dir, goes_on, force, saves),
         lambda: checkpoints.check_save_path(saves, goes_on, bool(force)),
         lambda: checkpoints.check_kept(recipe, run_dir, saves) if force else None,

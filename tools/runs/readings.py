@@ -22,7 +22,7 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import OF, Newest, Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import Attempt, Plan, read_attempts, recipe_file
+from tools.runs.attempts import Attempt, Plan, of_the_run, read_attempts, recipe_file
 from tools.runs.places import Numbering, begin_of, begins_anew, tokens_of, translated
 from tools.schema.stages import loss_rank
 
@@ -431,7 +431,7 @@ def load_run(folder: Path) -> Run:
     check_folder(folder)
     recipe = recipe_of(folder)
     spans = [span for record in Follower(spans_file(folder)).records() if (span := as_span(record))]
-    run = Run(folder, recipe, [], spans, read_attempts(folder))
+    run = Run(folder, recipe, [], spans, of_the_run(read_attempts(folder)))
     planned = {attempt.plan.name for attempt in run.attempts if attempt.plan}
     run.parts = read_parts(metrics_of(folder, recipe), run.notes, run.alike, planned)
     return run
