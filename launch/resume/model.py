@@ -409,13 +409,8 @@ def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
     trained with another factor than that of `recipe`, because the model would compute something else from the first
     step on; no checkpoint holds the factor.
     """
-    if found := other_scale(before, recipe):
-        old, new = found
-        raise CheckpointError(
-            f"{LORA}.alpha: the adapters in {folder} were trained with alpha / rank = {old.scale:g}, but this recipe "
-            f"would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the adapters "
-            f"({_how_to_merge(folder)}) and start a new run from TO"
-        )
+    if wrong := other_scale(before, recipe, str(folder)):
+        raise CheckpointError(f"{wrong}, or merge the adapters ({_how_to_merge(folder)}) and start a new run from TO")
 
 
 def _how_to_merge(folder: Path) -> str:
