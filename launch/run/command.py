@@ -32,7 +32,7 @@ from launch.run.summary import TrainingProgress, print_failure, print_summary, s
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
-from tools.ranges import Number, no_bind_option, overrides_option, steps_option
+from tools.ranges import Folder, Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.view import View
@@ -117,7 +117,7 @@ class Asked:
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=Folder(),
     help="Write the run to this folder.  [default: output/<folder>-<recipe>]",
 )
 @click.option(

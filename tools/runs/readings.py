@@ -26,6 +26,7 @@ from tools.runs.attempts import Attempt, Plan, of_the_run, read_attempts, recipe
 from tools.runs.places import Numbering, begin_of, begins_anew, tokens_of, translated
 from tools.schema.stages import loss_rank
 
+CURVE = "loss.png"  # of a run's folder: the loss curve that a launch draws
 USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
