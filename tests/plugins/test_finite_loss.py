@@ -150,6 +150,17 @@ def test_a_step_that_is_not_finite_is_not_saved_and_the_next_is(saving, watch, t
     assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["1", "3"]
 
 
+def test_a_save_that_is_withheld_is_made_at_the_first_step_that_is_finite_again(tmp_path, watch):
+    """The run waited for a whole interval, and would have lost two at its next failure."""
+    saving = Run(tmp_path, adapter._withholding(watch, adapter.end), save_checkpoint_steps=4)
+    for number in range(1, 12):
+        watch.run.clear()
+        if number in (4, 5):
+            watch.run.append((number, "loss is NaN"))
+        saving.step(number)
+    assert [int(path.name[-2:]) for path in sorted(tmp_path.glob("iteration_*"))] == [6, 10]
+
+
 def test_weights_that_an_update_spoils_are_not_sealed(saving, tmp_path):
     saving.step(1)
     weight = saving.params.network.network.weight
