@@ -264,7 +264,7 @@ def test_a_recipe_without_a_loss_monitor_gets_one(plugins, named, monkeypatch, t
     """Without finite_loss, too: metrics and the record of steps are written in it."""
     kind, model = MindFormerModuleType.CALLBACK, {"model_config": {}}
     monkeypatch.setitem(MindFormerRegister.registry, kind, dict(MindFormerRegister.registry[kind]))
-    for name in ("run_dir", "skipped"):
+    for name in ("run_dir", "skip", "skipped"):
         monkeypatch.setattr(SealingCheckpointMonitor, name, getattr(SealingCheckpointMonitor, name))
     config = MindFormerConfig(callbacks=named or None, model=model, plugins=plugins, output_dir=str(tmp_path))
     enable_plugins(config)
