@@ -152,7 +152,8 @@ class Asked:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the exact msrun command that would start the workers; start nothing, and write nothing.",
+    help="Print the exact msrun command that would start the workers; start nothing, and write nothing. What would "
+    "stop the run on this machine is printed on stderr, with exit code 0.",
 )
 @unverified_option
 @click.option(
