@@ -72,6 +72,7 @@ def enable_plugins(config) -> None:
     sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")
     chosen = config.get("plugins") or {}
     guard = chosen.get("spike_guard", False)
+    sealed.SealingCheckpointMonitor.skip = (guard.get("skip") or 1) if isinstance(guard, dict) else 1
     sealed.SealingCheckpointMonitor.skipped = (guard.get("skipped") or []) if isinstance(guard, dict) else None
     for name in chosen:
         if name not in ADAPTERS:

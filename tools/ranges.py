@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -227,6 +228,25 @@ class Tokens(Number):
         if not number.is_finite() or number.adjusted() > 30:
             return super().convert(float(number), param, ctx)
         return super().convert(int(number) if number == int(number) else float(number), param, ctx)
+
+
+class Folder(click.Path):
+    """A `Folder` is the type (of the library `click`) of an option that names a folder to which a command writes. An
+    empty name, such as that of an unset variable of a script, is refused; it would mean the working folder.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path of the folder.
+
+        Raises:
+            click.BadParameter: the name is empty.
+        """
+        if value == "":
+            self.fail("the name is empty; write the path of a folder, or leave the option out", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def is_number(text: str) -> bool:

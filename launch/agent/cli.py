@@ -38,7 +38,7 @@ from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
 from tools.process.host import read_hosts
-from tools.ranges import Number, no_bind_option, overrides_option, steps_option
+from tools.ranges import Folder, Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, newest_attempt, read_attempts
@@ -173,7 +173,7 @@ class Start:
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=Folder(),
     help="Write the run to this folder, which must be on a disk that all nodes share.",
 )
 @click.option(

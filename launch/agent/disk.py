@@ -33,6 +33,7 @@ import errno
 import json
 import os
 import queue
+import shutil
 import threading
 import time
 import uuid
@@ -123,6 +124,20 @@ class Disk:
     def folder(self, path: Path) -> None:
         """Make a folder on the shared disk, unless it exists."""
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder with all that is in it, and the room that `keep_room` has reserved; also remove the folder
+        above it if nothing else is in it.
+        """
+
+        def clear() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._room:
+                self._room.unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.parent.rmdir()
+
+        self._bounded(folder, clear)
 
     def now(self, folder: Path) -> float:
         """Return the time by the disk's clock, in seconds since 1970: the time of the last write plus the time that has

@@ -22,7 +22,7 @@ from launch.agent.lookout import Around, link_to
 from launch.agent.meeting import Meeting
 from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
-from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, read_skipped
+from launch.agent.planning import Job, Planning, checkpoint_of, history, logs_of, read_skipped
 from launch.agent.smaller import smaller
 from launch.resume.checkpoints import steps_done
 from launch.run.failure import Failure
@@ -33,7 +33,7 @@ from tools.checkpoint.scan import CheckpointInfo, newest_saved
 from tools.process.children import collected_signals
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
-from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
+from tools.runs.attempts import END, FINAL, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 from tools.runs.readings import Follower
 from tools.schema.stages import loss_rank
 
@@ -81,6 +81,7 @@ class Agent:
         learn_steps(self.limits, Follower(metrics).new_records())
         self.last: tuple[int, Verdict] | None = None
         self.leaving = False  # a signal has told us to
+        self.refused = False  # before anything was started, in a run of this host alone
 
     def run(self, number: int) -> Outcome:
         """Take part in the run from attempt `number` on, until the run is done or given up, or a signal makes this
@@ -103,7 +104,7 @@ class Agent:
                 return Outcome(1, Failure(str(error), logs_of(self.job.run_dir, number), cause="lost disk"))
             except TC3Error:
                 with suppress(OSError, LostDiskError):
-                    self.meeting.gone(number)
+                    self.meeting.withdraw(number) if self.refused else self.meeting.gone(number)
                 raise
 
     def _sleep(self, seconds: float) -> None:
@@ -151,7 +152,11 @@ class Agent:
         def wanted(there: list[str]) -> Plan | None:
             try:
                 return planning.wanted(there)
-            except TC3Error as error:  # the others would try the same, one after another
+            except TC3Error as error:
+                if not (self.job.several or history(self.job, number)):  # nothing was started, and nobody asks why
+                    self.refused = True
+                    raise
+                # the others would try the same, one after another
                 why = Verdict(self.meeting.now(), "give up", str(error), self.job.host, cause="user error")
                 self.meeting.refuse(number, why)
                 raise

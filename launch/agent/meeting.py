@@ -239,6 +239,12 @@ class Meeting:
         """Write the verdict on an attempt for which no plan can be made."""
         self._publish(number, VERDICT, text_of(verdict))
 
+    def withdraw(self, number: int) -> None:
+        """Remove the folder of an attempt that was refused before it had a plan. Call this only in a run of this host
+        alone, because other hosts would read the verdict in this folder.
+        """
+        self.disk.remove(folder_of(self.run_dir, number))
+
     def _settled(self, attempt: Attempt) -> bool:
         number = attempt.number
         missing = [host for host in (attempt.plan.hosts if attempt.plan else []) if host not in attempt.ends]

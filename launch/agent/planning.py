@@ -38,6 +38,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 from tools.runs.attempts import (
+    FINAL,
     VERDICT,
     Attempt,
     Beat,
@@ -55,7 +56,6 @@ LOGS = "logs"
 PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
-FINAL = ("done", "give up", "leave")  # decisions after which a run does not go on
 Tick = Callable[[], None]
 
 

@@ -33,7 +33,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
-from tools.weights.convert_plan import settings_of_run
+from tools.weights.convert_plan import recipe_beside, settings_of_run
 from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
@@ -87,7 +87,7 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         raise CheckpointError(f"{path}: this is a single file; give the folder of the checkpoint to which it belongs")
     if reason := source.seal_fault(checksums=False):
         raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}; give another checkpoint")
-    recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
+    recipe = resolve(load_recipe(recipe_file or recipe_beside(path)))
     _refuse_model(recipe, source)
     file, changed = settings_of_run(source.path, recipe)
     if changed:
@@ -112,17 +112,6 @@ def _newest_checkpoint(run: Path) -> Path:
         if best:
             return best.path
     raise CheckpointError(f"{run}: {roots[0]} holds no complete checkpoint, because the run has not saved one yet")
-
-
-def _recipe_beside(weights: Path) -> Path:
-    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*."""
-    file = weights.absolute().parent.parent / RECIPE
-    if not file.is_file():
-        raise RecipeError(
-            f"{weights} is not in the folder of a run, from which the recipe could be read; name the recipe of its "
-            "model with --recipe"
-        )
-    return file
 
 
 def _refuse_model(recipe: Recipe, source: Source) -> None:

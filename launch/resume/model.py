@@ -241,9 +241,26 @@ def check_load_path(recipe: Recipe) -> None:
     or holds no weights, its experts are in an order that the recipe does not know, or the weights are of another model
     (for a Hugging Face folder: config.json describes another model).
     """
+    path = check_load_folder(recipe)
+    if path is None:
+        return
+    refuse_moved(path, View(recipe).keeps_placements)
+    if value_at(recipe, LORA, False) is not False or not is_hugging_face(str(path)):
+        _check_beginning(recipe, loaded_from(path))
+    else:
+        _check_hugging_face(recipe, path)
+
+
+def check_load_folder(recipe: Recipe) -> Path | None:
+    """Return the folder of `checkpoint.load_path`, or None if the recipe names none. The function reads only the names
+    of the folder's files, so all nodes of a run may call it.
+
+    Raises:
+        CheckpointError: the folder is missing or holds no weights, or MindFormers would resume a run from it.
+    """
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path:
-        return
+        return None
     if Path(path).is_file():
         raise CheckpointError(f"checkpoint.load_path: {path}: this is a file; {_HOW_TO_BEGIN}")
     try:
@@ -256,12 +273,8 @@ def check_load_path(recipe: Recipe) -> None:
         raise CheckpointError(
             f"checkpoint.load_path: {path}: the folder holds no weights (*.safetensors); {_HOW_TO_BEGIN}"
         )
-    refuse_moved(Path(path), View(recipe).keeps_placements)
     _refuse_hidden_resume(recipe, Path(path))
-    if value_at(recipe, LORA, False) is not False or not is_hugging_face(path):
-        _check_beginning(recipe, loaded_from(Path(path)))
-    else:
-        _check_hugging_face(recipe, Path(path))
+    return Path(path)
 
 
 def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
@@ -396,13 +409,8 @@ def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
     trained with another factor than that of `recipe`, because the model would compute something else from the first
     step on; no checkpoint holds the factor.
     """
-    if found := other_scale(before, recipe):
-        old, new = found
-        raise CheckpointError(
-            f"{LORA}.alpha: the adapters in {folder} were trained with alpha / rank = {old.scale:g}, but this recipe "
-            f"would multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}, or merge the adapters "
-            f"({_how_to_merge(folder)}) and start a new run from TO"
-        )
+    if wrong := other_scale(before, recipe, str(folder)):
+        raise CheckpointError(f"{wrong}, or merge the adapters ({_how_to_merge(folder)}) and start a new run from TO")
 
 
 def _how_to_merge(folder: Path) -> str:

@@ -23,7 +23,7 @@ from launch.agent.loop import Agent
 from launch.agent.part import command_of
 from launch.agent.planning import Job, make_plan, next_number, own_name
 from launch.resume import checkpoints, data
-from launch.resume.model import check_load_path, check_model
+from launch.resume.model import check_load_folder, check_load_path, check_model
 from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, Size, checked_recipe, effective_recipe, fitted_to_conversations
 from launch.run.msrun import check_port, optimizer_environment
@@ -32,7 +32,7 @@ from launch.run.summary import TrainingProgress, print_failure, print_summary, s
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
-from tools.ranges import Number, no_bind_option, overrides_option, steps_option
+from tools.ranges import Folder, Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.view import View
@@ -117,7 +117,7 @@ class Asked:
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=Folder(),
     help="Write the run to this folder.  [default: output/<folder>-<recipe>]",
 )
 @click.option(
@@ -152,7 +152,8 @@ class Asked:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the exact msrun command that would start the workers; start nothing, and write nothing.",
+    help="Print the exact msrun command that would start the workers; start nothing, and write nothing. What would "
+    "stop the run on this machine is printed on stderr, with exit code 0.",
 )
 @unverified_option
 @click.option(
@@ -249,7 +250,7 @@ def checks(
         lambda: None if slots else preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
-        lambda: None if goes_on or slots else check_load_path(recipe),
+        lambda: None if goes_on else (check_load_folder if slots else check_load_path)(recipe),
         lambda: preflight.check_run_dir(run_dir, goes_on, force, saves),
         lambda: checkpoints.check_save_path(saves, goes_on, bool(force)),
         lambda: checkpoints.check_kept(recipe, run_dir, saves) if force else None,

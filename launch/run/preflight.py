@@ -29,13 +29,14 @@ from tools.files.locks import LOCK, only_command_in, refuse_busy
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+from tools.runs.readings import CURVE
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 # what a run's folder holds that --force removes, in this order: as long as something is left, recipe.yaml says that the
 # folder holds a run, and the ledger of left-out samples, by which checkpoints are judged, outlives these
 PARTS = (
-    *("loss.png", "logs", "metrics", "strategy", "checkpoint", "attempts"),
+    *(CURVE, "logs", "metrics", "strategy", "checkpoint", "attempts"),
     *("skipped.json", "data.json", "recipe.yaml"),
 )
 AGENTS = "agents of tc3 agent"

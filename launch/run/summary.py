@@ -26,6 +26,7 @@ from tools.recipe.override import apart
 from tools.recipe.view import View
 from tools.runs.attempts import STOPPED
 from tools.runs.readings import (
+    CURVE,
     Evaluation,
     Follower,
     Readings,
@@ -203,7 +204,7 @@ def summarize(
         "tokens_per_second": readings.tokens_per_second(),
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
-        "picture": str(draw_loss_curve(readings.steps, run_dir / "loss.png", held_out)) if steps else None,
+        "picture": str(draw_loss_curve(readings.steps, run_dir / CURVE, held_out)) if steps else None,
         "next_command": shlex.join(more) or None,
     }
 

@@ -147,10 +147,17 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
     return weight.astype(np.float64) + scale * (b.astype(np.float64) @ a.astype(np.float64))
 
 
-def other_scale(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Settings, Settings] | None:
-    """Return the settings of two recipes if both have adapters and multiply their products by different numbers."""
+def other_scale(before: Mapping[str, Any], after: Mapping[str, Any], place: str) -> str | None:
+    """Return a sentence, with advice, if the recipe `after` would multiply the products of the adapters at `place` by
+    another number than the recipe `before`, which trained them; None if it would not, or if one recipe has no adapters.
+    """
     old, new = (Settings.look(value_at(recipe, KEY, False))[0] for recipe in (before, after))
-    return (old, new) if old and new and not math.isclose(old.scale, new.scale, rel_tol=1e-5) else None
+    if old is None or new is None or math.isclose(old.scale, new.scale, rel_tol=1e-5):
+        return None
+    return (
+        f"{KEY}.alpha: the adapters in {place} were trained with alpha / rank = {old.scale:g}, but this recipe would "
+        f"multiply them by {new.scale:g}; write alpha: {old.scale * new.rank:g}"
+    )
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:

@@ -97,6 +97,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
     run_dir: str | None = None  # where it notes for how long the training stood still; None: nowhere
     skipped: Any = None  # the samples that the run leaves out: they are written into the seals
+    skip: int = 1  # steps whose samples plugins.spike_guard leaves out for a spike
     unsealed: Any = None  # the iteration that is saved and not sealed yet
     saved: Any = None  # the newest iteration that was saved
     directory: Any  # of MindFormers: where it saves
@@ -177,7 +178,8 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         if get_real_rank() == 0 and not self._followed():
             newest = publish(saved, Path(self.directory))
             if newest:
-                remove_old(Path(self.directory), newest, self.kept, self.attempt)
+                regular = self.skip - 1 <= (self.kept - 1) * (self.save_checkpoint_steps or 0)  # docs/spike-guard.md
+                remove_old(Path(self.directory), newest, self.kept, self.attempt, self.skip if regular else 1)
         self.current_ckpt_step_list.clear()  # MindFormers' own count: none is left to it
         barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
 

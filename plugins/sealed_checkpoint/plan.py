@@ -299,9 +299,13 @@ def _say_newest(root: Path, place: Path) -> None:
     part.replace(root / TRACKER)
 
 
-def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) -> list[Path]:
-    """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return their
-    paths.
+def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None, skip: int = 1) -> list[Path]:
+    """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return the paths
+    of the removed ones.
+
+    The `keep` newest checkpoints stay. But a checkpoint that was saved on request follows the one before it after fewer
+    steps than usual; so if none of them is old enough for `plugins.spike_guard`, the newest one that is old enough
+    stays, with those that follow it, in place of the last ones before `newest`.
 
     Nothing is removed before all ranks have sealed the newest checkpoint. The function also removes older checkpoints
     that only some ranks have sealed or that one rank has refused, and the unfinished saves of earlier attempts. A rank
@@ -309,7 +313,7 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
     Args:
         root: the root of the iterations; newest: the iteration that was sealed last; attempt: the attempt that saved
-            it.
+            it; skip: the number of steps whose samples are left out if the next step has a spike.
     """
     if not _complete(newest):
         return []
@@ -320,7 +324,12 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
         if is_sealed(folder) and (attempt is None or number_of(made(folder).get("attempt")) <= own)
     ]
     whole = [folder for folder in older if _complete(folder)]
-    gone = [folder for folder in older if folder not in whole[: max(keep, 1) - 1]]
+    come = progress({folder: iteration(folder) for folder in [newest, *whole]})
+    begin = come[newest] - (skip - 1) * (come[newest] // max(iteration(newest), 1))  # in the steps of the newest
+    enough = (at for at, folder in enumerate(whole) if come[folder] <= begin)
+    oldest = next(enough, len(whole) - 1) if skip > 1 else 0  # if none is, the oldest will be the first that is
+    first = max(oldest - max(keep, 1) + 2, 0)
+    gone = [folder for folder in older if folder not in whole[first : first + max(keep, 1) - 1]]
     for folder in gone:  # renamed first: what a kill leaves of it has lost its name, no reader takes it
         with contextlib.suppress(OSError):
             saving = saving_folder(root, attempt)

@@ -17,6 +17,7 @@ from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
+from plugins.errors import StoppedError
 from plugins.lines import append_line
 from plugins.private_hooks import train_step
 from plugins.step_record.plan import (
@@ -163,9 +164,25 @@ def _recording(monitor: Any, record: Record):
             super().on_train_step_begin(run_context)
 
         def on_train_step_end(self, run_context):
-            """Log the step as MindFormers does, then record what the step changed."""
-            super().on_train_step_end(run_context)
-            params = run_context.original_args()
+            """Log the step as MindFormers does, then record what the step changed. If the step ends the run, its line
+            is written at once.
+            """
+            self.params = run_context.original_args()
+            try:
+                super().on_train_step_end(run_context)
+            except StoppedError:
+                self._record(self.params)
+                record.complete(self.params)
+                raise
+            self._record(self.params)
+
+        def __exit__(self, kind, *error):
+            """Write the line of the last step if a save on request ends the run after it."""
+            if kind is SystemExit:
+                record.complete(self.params)
+            return super().__exit__(kind, *error)
+
+        def _record(self, params):
             rate = getattr(self, "learning_rate", None)
             rate = None if rate is None else float(np.asarray(getattr(rate, "asnumpy", lambda: rate)()).reshape(-1)[0])
             record.end(params, params.cur_step_num + self._done_before(params), rate)

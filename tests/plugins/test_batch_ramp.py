@@ -253,6 +253,20 @@ def test_a_schedule_along_samples_ends_with_the_run_where_no_end_is_written(monk
     assert config.lr_schedule.total_steps == end and registered == ["CosineWithWarmUpLR"]
 
 
+@pytest.mark.parametrize(("target", "by_sample"), [("CPU", True), ("Ascend", False)])
+@pytest.mark.parametrize("rate", ["steps", "samples"])
+def test_enabling_chooses_the_routers_and_the_schedule(monkeypatch, target, by_sample, rate):
+    schedule = {"type": "ConstantWarmUpLR", "total_steps": 40}
+    recipe = with_ramp([[2, 1]], context={"mode": 0, "device_target": target}, use_parallel=False, lr_schedule=schedule)
+    settings, stages, registered = {"stages": [[2, 1]], "learning_rate": rate}, [], []
+    monkeypatch.setattr(adapter, "_deal_by_steps", lambda ramp, division: None)
+    monkeypatch.setattr(adapter, "_begin_in", lambda stage, ramp: stages.append(stage))
+    monkeypatch.setattr(adapter.MindFormerRegister, "register_cls", lambda made, *_, alias: registered.append(alias))
+    adapter.enable(MindFormerConfig(**recipe), settings)
+    assert [stage.by_sample for stage in stages] == [by_sample]
+    assert registered == ["MFLossMonitor", *["ConstantWarmUpLR"] * (rate == "samples")]
+
+
 def test_routers_of_mindformers_keep_their_groups_in_a_model_that_is_not_split():
     """Their auxiliary loss groups the tokens by rank; with a group for each sample it would be another loss."""
     stage = Stage(Division(ranks=1, micro=8, micro_batches=1, pipeline=1, whole=True), by_sample=False)

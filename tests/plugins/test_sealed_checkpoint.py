@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import threading
 
@@ -13,9 +14,11 @@ from mindspore import nn
 from mindspore.train import serialization
 from safetensors.numpy import load_file
 
+from plugins import enable_plugins
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
 from plugins.sealed_checkpoint import adapter, plan
+from plugins.spike_guard import adapter as spike_guard
 from tests.plugins.sealed_checkpoint.test_deaths import Run
 
 
@@ -178,6 +181,51 @@ def test_as_many_are_kept_however_many_attempts_have_saved_them(tmp_path):
         plan.publish(saved(tmp_path, 60 + plan.number_of(attempt), attempt), tmp_path)
     plan.remove_old(tmp_path, tmp_path / "iteration_00000073", 2, "0013-f")
     assert kept(tmp_path) == [72, 73] and not plan.unfinished(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("keep", "skip"), [(2, 11), (3, 11), (3, 21), (3, 1)])
+def test_a_spike_after_any_save_finds_a_checkpoint_from_before_it(tmp_path, keep, skip, seed):
+    """Saves on request pushed out the only checkpoint that was old enough, and the run began at step 1 again."""
+    draw, step, steps = random.Random(seed), 0, []
+    for _ in range(30):
+        step += 10 if draw.random() < 0.5 else draw.randint(1, 9)  # of a save on request, after which the run goes on
+        steps.append(step)
+        plan.remove_old(tmp_path, plan.publish(saved(tmp_path, step, "0001-a"), tmp_path), keep, "0001-a", skip)
+        left = kept(tmp_path)
+        assert len(left) == min(keep, len(steps)) and left[-1] == step
+        assert step + 1 - skip < steps[0] or left[0] <= step + 1 - skip
+        assert skip > 1 or left == steps[-keep:]
+
+
+@pytest.mark.parametrize(
+    ("skip", "every", "left"),
+    [(11, 10, [10, 23]), (1, 10, [20, 23]), (12, 10, [20, 23])],
+    ids=["needed", "no guard", "too few are kept in any case"],
+)
+def test_the_monitor_keeps_what_the_spike_guard_needs(tmp_path, monkeypatch, skip, every, left):
+    monkeypatch.setattr(adapter.SealingCheckpointMonitor, "skip", skip)
+    run = Run(tmp_path, keep_checkpoint_max=2, save_checkpoint_steps=every)
+    for step in (10, 20):
+        run.step(step)
+    run.params.cur_step_num = 23
+    run.monitor._save_megatron_ckpt_file_format(run.params)
+    assert kept(tmp_path) == left
+
+
+@pytest.mark.parametrize(("guard", "skip"), [({"skip": 7}, 7), ({}, 1), (False, 1)])
+def test_the_monitor_is_told_what_the_spike_guard_leaves_out(monkeypatch, guard, skip):
+    for name in ("run_dir", "skip", "skipped"):
+        monkeypatch.setattr(adapter.SealingCheckpointMonitor, name, None)
+    monkeypatch.setattr(spike_guard, "enable", lambda config, settings: None)
+    enable_plugins({"plugins": {"finite_loss": False, "spike_guard": guard}})
+    assert adapter.SealingCheckpointMonitor.skip == skip
+
+
+def test_regular_saves_keep_the_newest_also_for_a_spike_guard(tmp_path):
+    for step in range(10, 80, 10):
+        plan.remove_old(tmp_path, plan.publish(saved(tmp_path, step, "0001-a"), tmp_path), 3, "0001-a", 21)
+        assert kept(tmp_path) == list(range(max(step - 20, 10), step + 1, 10))
 
 
 def test_what_nobody_sealed_is_put_aside_or_newer_is_not_removed(tmp_path):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mindspore.train.callback import Callback, RunContext
+from mindspore.train.callback._callback import CallbackManager, InternalCallbackParam
 
-from plugins.errors import RecipeError
+from plugins.errors import RecipeError, StoppedError
 from plugins.step_record.plan import (
     Adam,
     Settings,
@@ -148,6 +150,34 @@ def test_a_step_without_an_update_says_so_and_has_no_gradient(tmp_path, monkeypa
     _, skipped, made = map(json.loads, record_file(tmp_path, 0).read_text().splitlines())
     assert skipped["skipped"] is True and skipped["weights"] == {"w": {"dimensions": 1}} and skipped["updates"] == 4
     assert "skipped" not in made and made["weights"]["w"]["gradient"] > 0
+
+
+@pytest.mark.parametrize("ended", [StoppedError, SystemExit], ids=["not finite", "saved on request"])
+def test_the_line_of_the_step_that_ends_the_run_is_written(tmp_path, monkeypatch, ended):
+    from plugins.step_record import adapter
+
+    class Monitor(Callback):
+        initial_step = 0
+
+        def on_train_step_end(self, run_context):
+            if ended is StoppedError:
+                raise StoppedError("step 1: loss is NaN")
+
+    arrays = {name: np.full(8, np.nan, np.float32) for name in ("w", "adam_m.w", "adam_v.w")}
+    step = SimpleNamespace(optimizer=SimpleNamespace(parameters=[SimpleNamespace(name="w")], global_step=Counter(0)))
+    for name, value in (("train_step", step), ("_arrays", arrays), ("_parts", {}), ("_effective", {})):
+        monkeypatch.setattr(adapter, name, lambda params, value=value: value)
+    monkeypatch.setattr(adapter, "get_real_rank", lambda: 0)
+    config = SimpleNamespace(optimizer={}, output_dir=str(tmp_path), train_dataset=None, use_parallel=True)
+    context = RunContext(InternalCallbackParam(cur_step_num=1))
+    monitor = adapter._recording(Monitor, adapter.Record(config, 2))()
+    with pytest.raises(ended), CallbackManager([monitor]) as callbacks:
+        callbacks.on_train_begin(context)
+        step.optimizer.global_step = Counter(1)
+        callbacks.on_train_step_end(context)
+        raise SystemExit(0)
+    _, line = map(json.loads, record_file(tmp_path, 0).read_text().splitlines())
+    assert (line["step"], line["updates"]) == (1, 1) and "w" in line["weights"]
 
 
 def test_settings():

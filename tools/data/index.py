@@ -283,9 +283,10 @@ def read_blend(data_path: Any) -> Blend:
         return Blend(words, None)
     if len(known) < len(weights):
         raise DataError(f"{data_path!r} gives weights to some prefixes only; give each prefix a weight, or none")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
+    if not all(math.isfinite(weight) and weight > 0 for weight in known):  # as MindFormers' BlendedDataset asserts
         raise DataError(
-            f"{', '.join(words[::2])}: these weights cannot be shares of the data; write finite numbers of zero or more"
+            f"{', '.join(words[::2])}: these weights cannot be shares of the data; write finite numbers above zero, "
+            "and leave out a corpus that is not to be trained on"
         )
     return Blend(words[1::2], known)
 

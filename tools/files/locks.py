@@ -94,6 +94,14 @@ def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: o
                 folder.rmdir()
 
 
+def _remove_own(path: Path, lock: TextIO, kind: type[BaseException] | None, *error: object) -> None:
+    """After a failed start, remove the file of a lock, unless other commands hold the lock together with this one."""
+    if kind is not None:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+
+
 def _opened(path: Path) -> TextIO:
     """Open a lock file, in a folder that is made for it. A start that fails meanwhile removes folders that it has
     made.
@@ -130,8 +138,8 @@ def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
         _lock(folder, held, busy, together)  # a start that failed has removed the file between our opening and locking
         return
     lock.truncate(0)
+    held.push(partial(_remove_own, path, lock))
     if together:
-        return  # others may hold it, too: it stays
-    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
+        return
     lock.write(f"{os.getpid()} {socket.gethostname()}")
     lock.flush()

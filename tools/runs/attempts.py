@@ -19,6 +19,7 @@ disk, which is the same for all nodes.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -39,6 +40,7 @@ SAVED, ASKED = "tc3: saved on request: ", "tc3: asked to save"
 DONE = "tc3: all work is done"  # said before MindSpore's exit functions, in which a worker may still crash
 TOLD = (INTERRUPTED, SAVED, ASKED, DONE)
 _LARGEST = 1e15  # of any number in these files
+FINAL = ("done", "give up", "leave")  # decisions after which a run does not go on
 FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
 
 
@@ -231,6 +233,19 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
     attempts.
     """
     return [read_attempt(run_dir, number) for number in numbers(run_dir)]
+
+
+def of_the_run(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts without those of launches that were refused before they planned anything, after the run had
+    ended: such a launch has changed nothing in the run.
+    """
+    found: list[Attempt] = []
+    for attempt in attempts:
+        ended = bool(found) and found[-1].verdict is not None and found[-1].verdict.decision in FINAL
+        refused = attempt.plan is None and attempt.verdict is not None and attempt.verdict.cause == "user error"
+        if not (ended and refused):
+            found.append(attempt)
+    return found
 
 
 def _by_host(folder: Path, start: str, kind: type[Form]) -> dict[str, Form]:

@@ -26,7 +26,8 @@ from plugins.errors import DataError
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending, check_page
 from tools.ranges import Number
-from tools.runs.readings import loss_in_words
+from tools.recipe.dump import is_of_run
+from tools.runs.readings import CURVE, loss_in_words
 from tools.runs.render import duration, share
 from tools.runs.watch import Status
 
@@ -326,6 +327,10 @@ def report_command(
 
     if picture:
         check_ending(picture)
+        if picture.name == CURVE and is_of_run(picture.parent / "recipe.yaml"):
+            raise DataError(
+                f"--picture {picture}: this is the loss curve of a run, which would be lost; choose another name"
+            )
     if html:
         check_page(html)
     found = _beside(folders, measured) if measured else studies(folders)

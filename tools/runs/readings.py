@@ -22,10 +22,11 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import OF, Newest, Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import Attempt, Plan, read_attempts, recipe_file
+from tools.runs.attempts import Attempt, Plan, of_the_run, read_attempts, recipe_file
 from tools.runs.places import Numbering, begin_of, begins_anew, tokens_of, translated
 from tools.schema.stages import loss_rank
 
+CURVE = "loss.png"  # of a run's folder: the loss curve that a launch draws
 USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
@@ -431,7 +432,7 @@ def load_run(folder: Path) -> Run:
     check_folder(folder)
     recipe = recipe_of(folder)
     spans = [span for record in Follower(spans_file(folder)).records() if (span := as_span(record))]
-    run = Run(folder, recipe, [], spans, read_attempts(folder))
+    run = Run(folder, recipe, [], spans, of_the_run(read_attempts(folder)))
     planned = {attempt.plan.name for attempt in run.attempts if attempt.plan}
     run.parts = read_parts(metrics_of(folder, recipe), run.notes, run.alike, planned)
     return run

@@ -20,7 +20,7 @@ from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
 from tools.recipe.view import View
-from tools.runs.attempts import PLAN, Attempt, Plan, numbers, read, read_attempt, recipe_file
+from tools.runs.attempts import PLAN, Attempt, Plan, numbers, of_the_run, read, read_attempt, recipe_file
 from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.places import END, Numbering, begin_of, begins_anew, tokens_of
 from tools.runs.readings import (
@@ -354,7 +354,10 @@ class Watch:
         found = numbers(self.folder)
         newest = self.attempt.number if self.attempt else -1
         for attempt in (one for one in found if one >= newest):
-            self.attempt = read_attempt(self.folder, attempt)
+            fresh = read_attempt(self.folder, attempt)
+            if self.attempt and fresh not in of_the_run([self.attempt, fresh]):
+                continue
+            self.attempt = fresh
             if self.first is None and self.attempt.plan:
                 self.first = self.attempt.plan.time
             known = attempt, len(self.attempt.ends), self.attempt.verdict is not None

@@ -168,7 +168,7 @@ def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _range_problem(value, spec)
     if isinstance(value, str) and "pattern" in spec and not re.fullmatch(spec["pattern"], value):
-        return f"MindFormers cannot read {value!r}", f"the value must match the pattern {spec['pattern']}"
+        return f"MindFormers cannot read {value!r}", f"write {spec['form']}"
     return None
 
 

@@ -16,6 +16,8 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder, real_path
+from tools.recipe.load import Recipe
+from tools.weights.convert_plan import changed_settings, recipe_of_run
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target
 
@@ -117,6 +119,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
         raise CheckpointError("an average needs at least two checkpoints; give more")
     first = sources[0]
     known: dict[str, Path] = {}
+    model: Recipe | None = None  # of the first run whose recipe is known
     for source in sources:
         if (same := known.setdefault(str(real_path(source.path)), source.path)) is not source.path:
             raise CheckpointError(
@@ -144,6 +147,14 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
                 f"{source.path}: the experts have moved since {first.path}; put the experts of both in order with `tc3 "
                 "experts restore-order`"
             )
+        own = recipe_of_run(source.path, say=True)
+        if model and own and (changed := changed_settings(model, own)):
+            raise CheckpointError(
+                f"{source.path}: the runs trained models with other settings, so an average of their weights has no "
+                f"meaning: from {model.source} to {own.source}, {'; '.join(changed)}; average only checkpoints of one "
+                "model"
+            )
+        model = model or own
 
 
 def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...], str]]:

@@ -299,7 +299,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
             f"{source.path}: the checkpoint holds adapters beside the weights; first merge the adapters into the "
             f"weights: tc3 weights merge {shlex.quote(str(source.path))} TO"
         )
-    file = recipe or recipe_beside(source)
+    file = recipe or recipe_beside(source.path)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
     config = check_config(source.path, sizes) if to == "MindFormers" else None
@@ -310,14 +310,14 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     return Conversion(plan, sizes, file, config is not None, ends if type(ends) is int else None)
 
 
-def recipe_beside(source: Source) -> Path:
+def recipe_beside(weights: Path) -> Path:
     """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*; raise RecipeError if this file
     does not exist.
     """
-    file = _beside(source.path)
-    if not file.exists():
+    file = _beside(weights)
+    if not file.is_file():
         raise RecipeError(
-            f"--recipe: {source.path} is not in the folder of a run, so name the recipe of its model with this option"
+            f"--recipe: {weights} is not in the folder of a run, so name the recipe of its model with this option"
         )
     return file
 
@@ -357,9 +357,9 @@ def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
     return []
 
 
-def recipe_of_run(checkpoint: Path) -> Recipe | None:
+def recipe_of_run(checkpoint: Path, say: bool = False) -> Recipe | None:
     """Return the recipe of the run that saved `checkpoint`; None if the checkpoint is not in the folder of a run, or if
-    the recipe cannot be read, which is then printed on stderr.
+    the recipe cannot be read, which is printed on stderr if `say` is true.
     """
     file = _beside(checkpoint)
     if not checkpoint.absolute().name.startswith("iteration_") or not file.exists():
@@ -367,7 +367,8 @@ def recipe_of_run(checkpoint: Path) -> Recipe | None:
     try:
         return load_recipe(file)
     except RecipeError as error:
-        click.echo(f"{error}; so the settings with which {checkpoint} was trained are not compared", err=True)
+        if say:
+            click.echo(f"{error}; so the settings with which {checkpoint} was trained are not compared", err=True)
         return None
 
 
@@ -375,7 +376,7 @@ def settings_of_run(checkpoint: Path, asked: Recipe) -> tuple[Path, list[str]]:
     """Return the path of the recipe of the run that saved `checkpoint`, and texts that say how the settings of the
     recipe `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
     """
-    before = recipe_of_run(checkpoint)
+    before = recipe_of_run(checkpoint, say=True)
     return _beside(checkpoint), changed_settings(before, asked) if before else []
 
 

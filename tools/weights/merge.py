@@ -73,7 +73,7 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
             f"iteration_*) have adapters to merge"
         )
     source.require_whole()
-    file = recipe or recipe_beside(source)
+    file = recipe or recipe_beside(source.path)
     loaded = resolve(load_recipe(file))
     written = value_at(loaded, KEY, False)
     if written is False:
@@ -111,12 +111,8 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
             f"{'; '.join(wrong[:3])}{more}"
         )
     before = recipe_of_run(source.path)
-    if before and (found := other_scale(before, recipe)):
-        old, new = found
-        raise CheckpointError(
-            f"{source.path}: the adapters were trained with alpha / rank = {old.scale:g} ({before.source}), but {KEY} "
-            f"of {recipe.source} has {new.scale:g}; leave --recipe out, or write {KEY}.alpha: {old.scale * new.rank:g}"
-        )
+    if before and (other := other_scale(before, recipe, str(source.path))):
+        raise CheckpointError(f"--recipe {recipe.source}: {other}, or leave --recipe out")
     return wanted
 
 

@@ -23,6 +23,7 @@ from launch.agent.loop import Agent
 from launch.agent.phases import DEFAULTS, Limits
 from launch.agent.planning import Job
 from launch.run.msrun import ROOT
+from launch.run.preflight import only_run_in
 from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.clock import Clock
@@ -166,6 +167,37 @@ def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
     assert (told.code, told.failure.message) == (2, "iteration_00000004: of another model")
     (attempt,) = read_attempts(tmp_path)
     assert (attempt.plan, attempt.verdict.decision, attempt.verdict.cause) == (None, "give up", "user error")
+
+
+def test_a_refusal_on_a_single_host_leaves_nothing(tmp_path, monkeypatch):
+    def prepare(plan):
+        raise CheckpointError("iteration_00000004: of another model")
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(CheckpointError), only_run_in(run_dir, together=True):
+        Agent(job(run_dir, 5), prepare=prepare).run(0)
+    assert not run_dir.exists()
+    fake(monkeypatch, ["ok", "ok"])
+    assert Agent(job(run_dir, 5)).run(0).code == 0
+    with pytest.raises(CheckpointError):
+        Agent(job(run_dir, 5), prepare=prepare).run(1)
+    (attempt,) = read_attempts(run_dir)
+    assert attempt.verdict.decision == "done"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one agent", "an agent that was started again"])
+def test_a_restart_that_cannot_be_planned_is_the_end_of_the_run(tmp_path, monkeypatch, again):
+    def prepare(plan):
+        if plan.attempt:
+            raise CheckpointError("the data was replaced")
+
+    if again:
+        write(folder_of(tmp_path, 0) / "plan.json", Plan(0, 1.0, ["here"], 2, "here", 9000))
+        write(folder_of(tmp_path, 0) / "verdict.json", Verdict(2.0, "restart", "because"))
+    fake(monkeypatch, ["ok", "fail"])
+    with pytest.raises(CheckpointError):
+        Agent(job(tmp_path, 5), prepare=prepare).run(int(again))
+    assert [each.verdict.decision for each in read_attempts(tmp_path)] == ["restart", "give up"]
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -18,7 +18,7 @@ from launch.agent.cli import Start
 from launch.agent.decide import Rules
 from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting
-from launch.agent.planning import FINAL, Job, Planning, follow, history, recipe_of
+from launch.agent.planning import Job, Planning, follow, history, recipe_of
 from launch.resume import checkpoints, data
 from launch.run.msrun import ROOT
 from plugins.sealed_checkpoint.plan import fault, made, publish, remove_old, saving_folder, write_seal
@@ -28,7 +28,7 @@ from tests.launch.agent.simulation import Agent, World, _Disk
 from tools.checkpoint.scan import newest_saved
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs.attempts import END, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
+from tools.runs.attempts import END, FINAL, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 
 NODES, EVERY, KEPT = 2, 2, 3  # hosts that train, steps between two checkpoints, checkpoints that stay
 SKIP = 4  # steps whose samples are left out for a spike: two checkpoints hold some of them

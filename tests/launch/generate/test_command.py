@@ -84,7 +84,7 @@ def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_pat
     assert forward_recipe(choose(checkpoint, recipe).recipe)["plugins"]["lora"] == LORA
     (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
     wrong = (
-        ({"alpha": 8}, r"= 3 .*, but plugins\.lora of .* has 4;"),
+        ({"alpha": 8}, r"alpha/\S+: plugins\.lora\.alpha: .* = 3, .* by 4;"),
         ({"targets": ["*.linear_qkv"]}, r"linear_proj\.lora_A"),
     )
     for own, words in wrong:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from mindformers import MindFormerConfig
 from mindspore import Tensor
 
 from plugins.errors import ClusterError
@@ -17,6 +18,7 @@ from plugins.expert_balance import adapter, executor, graph
 from plugins.expert_balance import callback as callbacks
 from plugins.expert_balance.callback import Alone, Experts
 from plugins.expert_balance.graph import CollectiveRanks, ShardedExpertBalance
+from plugins.expert_balance.settings import Settings
 from tests.plugins.cpu_backend.ranks import meshes, on_ranks
 from tests.plugins.expert_balance.compile_exchange import RANKS as VIRTUAL
 from tests.plugins.expert_balance.test_executor import HERE, RANKS, check_in_place, layers_of, shuffled, write
@@ -171,14 +173,19 @@ def test_it_compiles_for_virtual_devices(forks, tmp_path):
 
 
 @pytest.mark.parametrize(("split", "counted"), [(False, [4, 8]), (True, [4, 4])])
-def test_the_counted_samples_grow_with_the_batch_where_a_step_is_one_batch(split, counted):
+def test_the_counted_samples_grow_with_the_batch_where_a_step_is_one_batch(monkeypatch, split, counted):
     """A sharded graph counts micro-batches, whose size does not grow."""
+    monkeypatch.setattr(graph, "use_placed_experts", lambda config: None)
     recipe = {
         "use_parallel": split,
         "parallel": {"parallel_mode": 1},
-        "parallel_config": {"data_parallel": 2},
+        "parallel_config": {"data_parallel": 2, "expert_parallel": 2},
+        "model": {"model_config": {"seq_length": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}},
+        "callbacks": [],
         "runner_config": {"batch_size": 2 if split else 8, "gradient_accumulation_steps": 4 if split else 1},
         "plugins": {"batch_ramp": {"stages": [[3, 4]]}},
     }
-    samples = adapter._counted(recipe)
+    config = MindFormerConfig(**recipe)
+    adapter._in_graph(config, Settings())
+    samples = config.callbacks[0]["samples"]
     assert [samples.batch_at(step) for step in (3, 4)] == counted

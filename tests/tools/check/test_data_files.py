@@ -154,7 +154,7 @@ def test_blends(value, word):
     assert word in found["train_dataset.data_loader.config.data_path"].wrong
 
 
-@pytest.mark.parametrize("shares", [("nan", "1"), ("inf", "1"), ("-1", "2"), ("0", "0")])
+@pytest.mark.parametrize("shares", [("nan", "1"), ("inf", "1"), ("-1", "2"), ("0", "1")])
 def test_shares_of_a_blend_that_are_none(shares, prefix):
     path = (*LOADER, "config", "data_path")
     found = wrong(put(on(prefix), path, [shares[0], prefix, shares[1], prefix]))

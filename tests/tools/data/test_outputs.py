@@ -131,6 +131,7 @@ def test_a_weight_that_mindformers_takes_for_a_prefix_is_refused():
             ([weight, "a"], "these weights cannot be shares of the data")
             for weight in ("nan", "inf", -1, 0, float("nan"))
         ),
+        (["0", "A", "1", "B"], "leave out a corpus that is not to be trained on"),
     ],
 )
 def test_what_nobody_can_mean_is_refused(data_path, words):

@@ -34,6 +34,7 @@ from tools.runs.measured import SLOWER, beside
 from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
 from tools.runs.slow import slow_of
 from tools.runs.study import study
+from tools.runs.watch import Watch
 from tools.schema.stages import loss_rank
 
 PLAN = Plan(1, 5.0, ["node0", "node1"], 8, "node0", 8118, ["node2"], "/disk/iteration_10", 10, ["a.b=1"], "/cache")
@@ -75,6 +76,19 @@ def test_keys_of_a_later_version_are_left_out(tmp_path):
     later = {**json.loads((tmp_path / "plan.json").read_text()), "colour": "blue"}
     (tmp_path / "plan.json").write_text(json.dumps(later))
     assert read(tmp_path / "plan.json", Plan) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("decision", "state"), [("done", "done"), ("restart", "given up")], ids=["after the end", "of a restart"]
+)
+def test_a_refused_launch_is_no_part_of_an_ended_run(tmp_path, decision, state):
+    run_dir = tmp_path / "run"
+    write(folder_of(run_dir, 0) / "plan.json", Plan(0, 1.0, ["a", "b"], 1, "a", 9000))
+    write(folder_of(run_dir, 0) / "verdict.json", Verdict(2.0, decision, "why"))
+    write(folder_of(run_dir, 1) / "verdict.json", Verdict(3.0, "give up", "another model", "a", cause="user error"))
+    append(empty(run_dir), header(2), step(1), step(2))
+    assert study(run_dir).state == state
+    assert Watch(run_dir).look().state == state
 
 
 def test_the_attempts_of_a_run_in_order(tmp_path):

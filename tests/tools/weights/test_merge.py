@@ -84,7 +84,7 @@ def test_slices_of_two_ranks_are_merged_into_whole_weights(tmp_path, recipe):
     assert (back / "model.safetensors").exists(), "it can be converted as any weights"
 
 
-def test_what_is_refused(tmp_path, recipe):
+def test_what_is_refused(tmp_path, recipe, capsys):
     checkpoint, _ = adapted(tmp_path / "run" / "checkpoint", recipe)
     source = open_source(checkpoint)
     with pytest.raises(
@@ -104,9 +104,13 @@ def test_what_is_refused(tmp_path, recipe):
     stronger = recipe_of(tmp_path / "stronger", {"plugins": {"lora": LORA | {"alpha": 8}}})
     (checkpoint.parents[1] / "recipe.yaml").write_text(f"base_config: {recipe}\n")
     with pytest.raises(
-        CheckpointError, match=r"alpha / rank = 3 .*, but plugins\.lora of .* has 4; .* write plugins\.lora\.alpha: 6"
+        CheckpointError,
+        match=r"stronger\S+: plugins\.lora\.alpha: .* = 3, .* by 4; write alpha: 6, or leave --recipe out",
     ):
         plan_merge(source, stronger, 10**9)
+    (checkpoint.parents[1] / "recipe.yaml").write_text("base_config: gone.yaml\n")
+    plan_merge(source, recipe, 10**9)
+    assert capsys.readouterr().err.count("are not compared") == 1
     with pytest.raises(CheckpointError, match=r"only checkpoints of runs .* have adapters"):
         plan_merge(open_source(public(tmp_path / "theirs", recipe)), recipe, 10**9)
 
@@ -198,6 +202,21 @@ def test_what_has_no_average_is_refused_and_nothing_is_written(tmp_path):
     (tmp_path / "mean").mkdir()
     with pytest.raises(CheckpointError, match="the folder exists"):
         average([good, good], tmp_path / "mean")
+
+
+def test_weights_of_models_with_other_settings_have_no_average(tmp_path):
+    sources = []
+    for name, changed in (("a", {}), ("b", {"rope_theta": 5e4}), ("c", {}), ("d", {})):
+        recipe_of(tmp_path / name, {"model": {"model_config": changed}} if changed else {})
+        sources.append(saved(tmp_path / name / "checkpoint", [1, 2]))
+    with pytest.raises(
+        CheckpointError, match=r"b/check\S+: .* no meaning: .* rope_theta was 10000.0 and is 50000.0 now"
+    ):
+        average(sources, tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+    recipe_of(tmp_path / "c", {"seed": 3, "optimizer": {"weight_decay": 0.2}})
+    (tmp_path / "d" / "recipe.yaml").unlink()
+    average([sources[0], *sources[2:]], tmp_path / "mean")
 
 
 def test_slices_that_other_ranks_hold_are_not_added_up(tmp_path):
