@@ -399,8 +399,8 @@ class Way(NamedTuple):
 
 def ways(config: Configuration) -> list[Way]:
     """Return arguments of `pipeline_instance` for the optimiser's problems that are solved for a configuration; return
-    [] if no layer can move. Otherwise there are two problems, or three with MTP: one in which no layer may be recomputed
-    fully, one in which layers may be, and one in which the last layer and the MTP layers are.
+    [] if no layer can move. Otherwise there are two problems, or three with MTP: one in which no layer may be
+    recomputed fully, one in which layers may be, and one in which the last layer and the MTP layers are.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []

@@ -35,7 +35,7 @@ from tools.search.options import json_option, overrides_option
 _steps = click.option(
     "--steps",
     type=Number("steps"),
-    help="Assume that PROFILE contains this many training steps, if the profile's files do not state the number of steps.",
+    help="Assume that PROFILE contains this many training steps, if its files do not state the number of steps.",
 )
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
