@@ -73,8 +73,8 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
     if wanted > free:
         raise ClusterError(
             f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, but only "
-            f"{free / GIB:.1f} GiB are free: choose smaller parallel sizes, or, with --mini --parallel, a smaller number "
-            "for --workers"
+            f"{free / GIB:.1f} GiB are free: choose smaller parallel sizes, or, with --mini --parallel, a smaller "
+            "number for --workers"
         )
 
 

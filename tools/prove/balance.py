@@ -11,18 +11,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tools.dryrun.graph_text import Node, arguments_of
+from tools.dryrun.graph_text import GraphText, Node, arguments_of
+from tools.prove.frame import PARAMETER, Direction, Frame
+from tools.prove.mesh import Mesh
 from tools.prove.rules import divisor_of
-from tools.prove.spread import Contradiction, NotKnown
-
-if TYPE_CHECKING:
-    from tools.prove.typing import Direction, Frame, Typing
+from tools.prove.spread import Contradiction, NotKnown, Spread
 
 _SUM = re.compile(r"Router/(?:.*/)?Grad_AllReduce/")
+
+
+class Graph(Protocol):
+    """A `Graph` is what this module uses of a `tools.prove.typing.Typing`."""
+
+    graph: GraphText
+    mesh: Mesh
+    root: Frame
+    received: Mapping[Direction, Spread]
+
+    def before(self, frame: Frame, node: Node) -> list[tuple[Frame, int]]:
+        """Return the operators whose results are inputs of an operator."""
+
+    def direction_of(self, node: Node) -> Direction:
+        """Return the pass and the shape of a Send or Receive."""
 
 
 @dataclass
@@ -40,7 +54,7 @@ class Way:
     unsure: bool = False
 
 
-def require_mean(typing: Typing, frame: Frame, node: Node, axes: Sequence[str]) -> None:
+def require_mean(typing: Graph, frame: Frame, node: Node, axes: Sequence[str]) -> None:
     """Refuse the backward pass of a sum of the ranks' balancing losses that is not a mean.
 
     Raises:
@@ -57,7 +71,7 @@ def require_mean(typing: Typing, frame: Frame, node: Node, axes: Sequence[str]) 
         raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
 
-def averaged_sends(typing: Typing) -> set[Direction]:
+def averaged_sends(typing: Graph) -> set[Direction]:
     """Return the directions in which a stage sends the gradient of one number, if the stage may have divided this
     gradient as a router does.
     """
@@ -70,7 +84,7 @@ def averaged_sends(typing: Typing) -> set[Direction]:
     return found
 
 
-def _way(typing: Typing, todo: list[tuple[Frame, int]], ranks: int | None) -> Way:
+def _way(typing: Graph, todo: list[tuple[Frame, int]], ranks: int | None) -> Way:
     """Return what is found on the ways to some operators.
 
     Args:
@@ -99,7 +113,7 @@ def _way(typing: Typing, todo: list[tuple[Frame, int]], ranks: int | None) -> Wa
     return found
 
 
-def _member(typing: Typing, frame: Frame, node: Node) -> tuple[Frame, int] | None:
+def _member(typing: Graph, frame: Frame, node: Node) -> tuple[Frame, int] | None:
     """Return the operator whose result an operator takes from a tuple, also from a tuple that a called graph returns;
     return None for any other operator, and for a member that is not the result of an operator.
     """
@@ -114,6 +128,6 @@ def _member(typing: Typing, frame: Frame, node: Node) -> tuple[Frame, int] | Non
         number = last.value
     members = arguments_of(last.head) if last.op == "MakeTuple" else []
     text = members[int(place[1])] if int(place[1]) < len(members) else ""
-    while (given := re.match(r"%(para\d+)_", text)) and given[1] in inner.origins:
+    while (given := PARAMETER.fullmatch(text)) and given[1] in inner.origins:
         inner, text = inner.origins[given[1]]
     return (inner, int(text[1:])) if re.fullmatch(r"%\d+", text) else None

@@ -20,8 +20,9 @@ from dataclasses import replace
 from itertools import chain, combinations, islice
 
 from tools.prove.call import Call, Part, Value
+from tools.prove.frame import Failure, Frame
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, extent, placements
-from tools.prove.typing import Failure, Frame, Typing
+from tools.prove.typing import Typing
 
 DEPTH = 4  # loose pieces, one after another, whose places are tried
 PLACES = 4  # places of one piece; a value with more stays unknown

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tools.dryrun.graph_text import Node
 from tools.prove.call import Order, Part, Value
+from tools.prove.frame import Failure, Frame, Sum
 from tools.prove.mesh import COLLECTIVES
 from tools.prove.spread import Contradiction, NotKnown, Spread
-from tools.prove.typing import Failure, Frame, Sum, Typing
+from tools.prove.typing import Typing
 
 NAMED = 3  # operators that a text names
 # operators that only hand on, move or reshape what they are given

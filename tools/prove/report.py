@@ -26,12 +26,13 @@ from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
 from tools.prove.balance import averaged_sends
 from tools.prove.everywhere import remains
+from tools.prove.frame import Direction, Failure
 from tools.prove.mesh import Mesh, Peers, mesh_of
 from tools.prove.moves import reshape
 from tools.prove.origin import explained, since
 from tools.prove.places import in_common
 from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
-from tools.prove.typing import Direction, Failure, Typing
+from tools.prove.typing import Typing
 
 PROVEN = "proven"
 _STRATEGY = re.compile(r"(?<=\)) \{(?:in|out)_strategy: .*")

@@ -5,9 +5,10 @@ import pytest
 from tests.tools.prove.test_typing import node
 from tools.dryrun.graph_text import read_graph
 from tools.prove.everywhere import again, remains
+from tools.prove.frame import Failure
 from tools.prove.mesh import Peers, mesh_of
 from tools.prove.spread import Spread
-from tools.prove.typing import Failure, Typing
+from tools.prove.typing import Typing
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -14,11 +14,12 @@ from tests.tools.prove.test_spread import SIZES, anything, describes, hold, shap
 from tools.dryrun.gradients import copies_of
 from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
+from tools.prove.frame import Failure, Frame
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
 from tools.prove.places import outside, total_of
 from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, _settled, joined, placements, plain, tidy
-from tools.prove.typing import Failure, Frame, Typing
+from tools.prove.typing import Typing
 
 CUT = Spread((("dp", 4), (8,)))
 T48, T88 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (8, 8)>"
