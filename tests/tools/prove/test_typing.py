@@ -16,6 +16,7 @@ from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves
 from tools.prove.frame import Failure, Frame
 from tools.prove.mesh import FAR, Peers, mesh_of, runs
+from tools.prove.origin import since
 from tools.prove.places import outside, total_of
 from tools.prove.report import type_stages, typing_of
 from tools.prove.spread import Contradiction, NotKnown, Spread, _settled, joined, placements, plain, tidy
@@ -202,6 +203,19 @@ def test_other_dimensions_with_the_same_parts_say_the_same_of_every_rank(random)
     if found.shape == given.shape:
         assert describes(found, whole.reshape(found.whole(SIZES)), held)
     assert found == given or found.dims == dims
+
+
+def test_only_a_stage_that_has_the_whole_backward_pass_says_that_nothing_divides(tmp_path):
+    """The loss's gradient is divided in the last stage."""
+    whole = {"inputs0": plain((4, 8))}
+    for name, first in (("first", True), ("last", False)):
+        own = typing(
+            graph(name, tmp_path, first=first), {(way, (4, 8)): plain((4, 8)) for way in ("forward", "backward")}
+        )
+        own.parameter = lambda name: whole.get(name, plain((8, 8)))
+        told = since(own, "w", 9, own.of(9))
+        assert "it is too large since AllReduce %9" in told
+        assert ("nothing in the backward pass" in told) == (not first)
 
 
 def test_what_no_stage_sends_is_unknown(tmp_path):
