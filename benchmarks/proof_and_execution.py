@@ -16,6 +16,7 @@ unknown says nothing.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -34,6 +35,7 @@ from benchmarks.executed_faults import FAULTS, SHARDINGS, Bench, Fault, told
 from benchmarks.planted_spreads import (
     ELSEWHERE,
     NAMED,
+    SILENT,
     Known,
     compiled_step,
     copied,
@@ -47,16 +49,19 @@ from benchmarks.planted_spreads import (
 from plugins.semi_auto_cpu.collectives import CallRecord
 from tools.accuracy.equivalence.strategies import one_worker
 from tools.dryrun.collectives import attributes_of, generated_groups
+from tools.dryrun.compiles import compile_all
 from tools.dryrun.executed import calls_file
 from tools.dryrun.graph_text import GraphText, Node, arguments_of
-from tools.dryrun.plan import without_files
+from tools.dryrun.order import check_links
+from tools.dryrun.plan import plan_jobs, without_files
 from tools.prove.mesh import Mesh
 from tools.prove.report import ranks_of
 
 LAYOUTS = ("executed_tp2_sp", "executed_dp2_zero", "executed_moe_ep2", "executed_cp2")
 LEFT_OUT = ("AllReduce", "ReduceScatter")
 UNDIVIDED, POSITIONS = "undivided_loss", "first_positions"
-KNOWN = ("missing_all_reduce", "undivided_loss", "rope_offset", "group_order")  # those of `FAULTS` without pipeline
+KNOWN = ("missing_all_reduce", "undivided_loss", "rope_offset", "group_order")  # those of `FAULTS` in all ranks' graphs
+LINKS = ("send_without_receive", "receive_without_send")  # those in the graph of one stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,18 @@ class Proofs:
                     leave_out(root(each)[place])
         return outcome(result, graphs[0], mesh, dict(zip(peers, graphs[1:], strict=True)), *places)
 
+    def says_of_link(self, fault: Fault) -> str:
+        """Return what `tc3 dryrun` reports of the graphs of a pipeline with a fault of `executed_faults.FAULTS`, in
+        which one rank leaves out a Send or a Receive.
+        """
+        plan = plan_jobs(without_files(self.bench.recipe(self.bench.sharding(fault.strategy))), (0, 1))
+        results = copy.deepcopy(compile_all(plan, 1, True))
+        (_, op, call), rank = fault.words.partition("@")[0].split(":"), int(fault.words.partition("@")[2])
+        calls = results[rank]["graph"]["collectives"]
+        calls.remove([each for each in calls if each["op"] == op][int(call)])
+        problems = check_links(plan, results, 1, alike=False).problems
+        return NAMED if any(f"rank {rank}'s {op} {int(call) + 1} " in each for each in problems) else SILENT
+
     def says(self, draw: Draw, executed: list[CallRecord]) -> str:
         """Return what `tc3 prove` reports of the graph with the fault of a draw: one of the words of `planted_spreads`.
 
@@ -129,16 +146,15 @@ class Proofs:
         result, graph, mesh, peers = self.step(draw.layout)
         known = self._known(result, graph, mesh)
         faulty, *others = (copied(each) for each in (graph, *peers.values()))
-        place = 0
+        places = places_of(draw.kind, graph) if draw.kind else []
         if draw.op:
-            place = place_of(graph, draw, executed, known)
+            places = [place_of(graph, draw, executed, known)]
             for each in (faulty, *others):
-                leave_out(root(each)[place])
-        elif draw.kind:
-            for place in places_of(draw.kind, graph):
-                plant = same_everywhere if draw.kind == POSITIONS else handed_on
-                plant([faulty, *others], place, known)
-        return outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), place)
+                leave_out(root(each)[places[0]])
+        for place in places if draw.kind else ():
+            plant = same_everywhere if draw.kind == POSITIONS else handed_on
+            plant([faulty, *others], place, known)
+        return outcome(result, faulty, mesh, dict(zip(peers, others, strict=True)), *places)
 
     def _known(self, result: dict[str, Any], graph: GraphText, mesh: Mesh) -> Known:
         """Return a function that gives the ranks of each communication group of a compiled step."""
@@ -254,6 +270,8 @@ def main(count: int, seed: int, recipe: str, work: Path | None, layouts: tuple[s
             click.echo("| fault | strategy | types |\n|---|---|---|")
             for fault in [FAULTS[name] for name in KNOWN]:
                 click.echo(f"| {fault.what} | {fault.strategy} | {proofs.says_of_all(fault)} |")
+            for fault in [FAULTS[name] for name in LINKS]:
+                click.echo(f"| {fault.what} | {fault.strategy} | {proofs.says_of_link(fault)} |")
             return
         click.echo("| strategy | fault | executed | types | agree |\n|---|---|---|---|---|")
         for number, draw in enumerate(draws(Random(seed), count, proofs, layouts or LAYOUTS)):

@@ -95,8 +95,13 @@ def _in_order(typing: Typing, places: Iterable[Place]) -> list[Place]:
 def _wrong(typing: Typing, places: Sequence[Place], x: Spread) -> str:
     """Return since which operators a value is a partial sum or too large; return "" if the value is neither."""
     large = {axis for axis, power in x.powers if power > 0}
-    if x.partial and (names := _begins(typing, places, lambda own: bool(own.partial & x.partial))):
-        return f"a partial sum since {names}"
+
+    def partial(own: Spread) -> bool:
+        return bool(own.partial & x.partial)
+
+    if x.partial and (names := _begins(typing, places, partial)):
+        parts = _slices(typing, places, partial)
+        return f"a partial sum since {names}" + (f", of which a part is taken at {parts}" if parts else "")
     if large and (names := _begins(typing, places, lambda x: any(p > 0 and axis in large for axis, p in x.powers))):
         return f"too large since {names}"
     return ""
@@ -142,10 +147,14 @@ def _whole(typing: Typing, place: Place, node: Node) -> Iterator[str]:
     told = ", ".join(sorted(axes))
     if since_when := _begins(typing, [place], whole):
         yield f"it is the same on the ranks along {told} since {since_when}"
-    way = _way(typing, [place], whole)
-    parts = [each for each in _in_order(typing, way) if typing.graph.graphs[each[0].name][each[1]].op == "StridedSlice"]
-    if parts:
-        yield f"all ranks along {told} take the same part at {_named(typing, parts)}"
+    if parts := _slices(typing, [place], whole):
+        yield f"all ranks along {told} take the same part at {parts}"
+
+
+def _slices(typing: Typing, places: Sequence[Place], holds: Callable[[Spread], bool]) -> str:
+    """Return the names of the operators that take slices on the way to some values, where a property holds."""
+    way = _in_order(typing, _way(typing, places, holds))
+    return _named(typing, [each for each in way if typing.graph.graphs[each[0].name][each[1]].op == "StridedSlice"])
 
 
 def _source(typing: Typing, place: Place) -> Place:
