@@ -167,9 +167,12 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
         model["num_hidden_layers"] = dense + 1
     elif model.get("first_k_dense_replace"):  # a dense model does not read it, but it may not exceed the layers
         model["first_k_dense_replace"] = dense
+    routed, shared = model.get("moe_intermediate_size"), model.get("moe_shared_expert_intermediate_size")
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
             model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)
+    if routed and shared and shared % routed == 0:  # several shared experts are as wide as as many routed ones
+        model["moe_shared_expert_intermediate_size"] = shared // routed * model["moe_intermediate_size"]
     if model.get("n_routed_experts"):
         model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
         model["num_experts_per_tok"] = min(TOPK, model["num_experts_per_tok"])

@@ -217,6 +217,15 @@ def test_a_router_of_groups_shrinks_to_one_that_mindformers_builds(groups, worke
     assert 1 <= small["topk_group"] < small["n_group"] <= groups[0], "a token is still limited to some groups"
 
 
+def test_shared_experts_stay_as_wide_as_so_many_routed_ones():
+    """The mini of two shared experts of 1,536 at a hidden size of 2,560 had 160 for 2 x 64; no command converted it."""
+    recipe = load_recipe(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    model = recipe["model"]["model_config"]
+    model.update(n_shared_experts=2, moe_shared_expert_intermediate_size=2 * model["moe_intermediate_size"])
+    shrink_model(model)
+    assert model["moe_shared_expert_intermediate_size"] == 2 * model["moe_intermediate_size"]
+
+
 def test_a_size_that_the_recipe_leaves_to_a_default_is_asked_for():
     recipe = load_recipe(DENSE[0])
     del recipe["model"]["model_config"]["head_dim"]
