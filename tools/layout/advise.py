@@ -214,15 +214,17 @@ class Advice:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the recommended `plugins:` section, without settings that would have no effect or that the plugins
-        refuse for the class of the recipe's model.
+        refuse for the class of the recipe's model. Chunks or an order of issue that the recipe has are replaced, too.
         """
         if not pluggable(self.recipe):
             return {}
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
-            if self.stride != 1:
+            if not self.stride == look(self.recipe, _STRIDE, 1) == 1:
                 settings["ep_overlap"]["stride"] = self.stride
+        elif look(self.recipe, OVERLAP):
+            settings["ep_overlap"] = False
         return settings
 
     @property
