@@ -16,6 +16,14 @@ DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 ALL = {**ARCHITECTURES, **DENSE}
 
 
+def can_edit(architectures: Any, classes: Mapping[str, str] = ARCHITECTURES) -> bool:
+    """Return whether a plugin that can change `classes` can change the model of a recipe, by the recipe's
+    `architectures`; a recipe without `architectures` is not judged.
+    """
+    names = architectures if isinstance(architectures, (list, tuple)) else [architectures]
+    return not any(names) or all(name in classes or name in classes.values() for name in names)
+
+
 def edited(architectures: Any, plugin: str, classes: Mapping[str, str]) -> list[str]:
     """Return the names of the classes that build a model with plugins' edits, for the names in a recipe's
     `architectures`.

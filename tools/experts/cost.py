@@ -31,7 +31,7 @@ from tools.estimate.time_model import require_step_time
 from tools.experts.what_if import lines, what_if
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
-from tools.layout.advise import Advice, ModeReport, advise
+from tools.layout.advise import Advice, ModeReport, advise, choices
 from tools.layout.resolve import resolve
 from tools.ranges import Number, overrides_option
 from tools.recipe.load import Recipe, load_recipe
@@ -119,7 +119,8 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
         console.print(f"the recipe as it is written: {advice.written.words}")
         if advice.as_1f1b:
             console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
-        console.print(f"use: {yaml.safe_dump(advice.overlay, default_flow_style=True, width=1000).strip()}")
+        use = yaml.safe_dump(advice.overlay, default_flow_style=True, width=1000).strip()
+        console.print(f"use: {use if advice.overlay else 'the recipe as it is written'}")
         console.print(f"why: {advice.why}")
         if _uneven(advice):
             console.print("\nwhat would change a step under these loads (the recipe as it is written, modelled):")
@@ -306,7 +307,8 @@ def ep_report(
     for degree in ep or [None]:
         try:
             of_degree = _of_degree(changed, degree) if degree else changed
-            advices.append(advise(of_degree, devices, asked, planned=planned))
+            modes, cuts = choices(of_degree, devices)
+            advices.append(advise(of_degree, devices, asked, modes, cuts, planned=planned))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     require_step_time(from_recipe(changed, ep_mode="global"))  # the report has seconds of steps, where `auto` has none

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from plugins.edited_classes import ARCHITECTURES, can_edit
 from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import DIGITS, Choice, Chunks
 from plugins.errors import RecipeError, did_you_mean
@@ -87,6 +88,22 @@ def _degrees(view: View, experts: int) -> list[int]:
     """Return the degrees above 1 that divide the experts and the ranks of a stage that may share them."""
     ranks = view.dp * view.tp
     return [degree for degree in range(2, min(experts, ranks) + 1) if experts % degree == 0 and ranks % degree == 0]
+
+
+def choices(recipe: Recipe, hardware: Hardware) -> tuple[Sequence[str], Sequence[Chunks]]:
+    """Return the dispatch modes and the numbers of chunks that a recipe could set on `hardware`, as arguments of
+    `advise`. A model whose class `plugins.hierarchical_ep` cannot change has only MindFormers' own dispatchers,
+    without chunks, and MindFormers' hierarchical dispatcher needs EP groups of whole nodes.
+    """
+    if pluggable(recipe):
+        return MODES, ()
+    whole = View(recipe).ep >= hardware.devices_per_node
+    return [mode for mode in hierarchical_ep.DISPATCHER_OF if whole or mode == "global"], [(1, 1)]
+
+
+def pluggable(recipe: Recipe) -> bool:
+    """Return whether `plugins.hierarchical_ep` can change the recipe's model; CPU workers have classes of their own."""
+    return View(recipe).cpu_classes or can_edit(look(recipe, (*MODEL, "architectures")))
 
 
 @dataclass(frozen=True)
@@ -196,23 +213,32 @@ class Advice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the recommended `plugins:` section, without settings that would have no effect."""
+        """Return the recommended `plugins:` section, without settings that would have no effect or that the plugins
+        refuse for the class of the recipe's model. Chunks or an order of issue that the recipe has are replaced, too.
+        """
+        if not pluggable(self.recipe):
+            return {}
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
             settings["ep_overlap"] = {"chunks": list(self.chunks)}
-            if self.stride != 1:
+            if not self.stride == look(self.recipe, _STRIDE, 1) == 1:
                 settings["ep_overlap"]["stride"] = self.stride
+        elif look(self.recipe, OVERLAP):
+            settings["ep_overlap"] = False
         return settings
 
     @property
     def overlay(self) -> dict[str, Any]:
         """Return the keys of a child recipe with the recommended settings. If the recipe sets another token dispatcher,
-        the keys also set MindFormers' default dispatcher, which `plugins.hierarchical_ep` needs.
+        the keys also set MindFormers' default dispatcher, which `plugins.hierarchical_ep` needs, or the dispatcher of
+        the recommended mode if the plugin cannot change the model.
         """
         dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
-        if look(self.recipe, dispatcher, usual) == usual:
-            return {"plugins": self.settings}
-        return {"model": {"model_config": {dispatcher[-1]: usual}}, "plugins": self.settings}
+        plugins = {"plugins": self.settings} if self.settings else {}
+        right = usual if plugins else hierarchical_ep.DISPATCHER_OF[self.mode]
+        if look(self.recipe, dispatcher, usual) == right:
+            return plugins
+        return {"model": {"model_config": {dispatcher[-1]: right}}, **plugins}
 
 
 def advise(
@@ -265,7 +291,7 @@ def advise(
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
     rows = limited_share(model, topology.nodes) * even.deduplicated_over_hierarchical
     even = replace(even, deduplicated_over_hierarchical=rows)
-    why, unsimulated = _why(best, topology, even, skew, model.top_k), ""
+    why, unsimulated = _why(best, topology, even, skew, model.top_k, pluggable(recipe)), ""
     try:
         times.step(config, simulated=True)
     except RecipeError as error:
@@ -320,7 +346,7 @@ def step_under(times: TimeModel, config: Configuration, loads: Loads = EVEN) -> 
         return times.under(replace(config, schedule="1f1b"), loads)
 
 
-def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
+def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int, pluggable: bool) -> str:
     """Return one sentence that gives the break-even of the dispatch modes in closed form, and the time that overlap
     hides.
     """
@@ -335,6 +361,8 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
             f"{even.nodes_limit:.1f} nodes, EP {even.ep_limit:.0f}), deduplicated {even.deduplicated_over_global:.2f}; "
             f"by time {best.mode} is the fastest"
         )
+    if not pluggable:
+        return f"{text}; plugins.hierarchical_ep and its chunks support only {' and '.join(ARCHITECTURES)}."
     if choice.chunks == (1, 1):
         return f"{text}, and chunks would cost more in launches than they hide."
     b, s = choice.chunks

@@ -167,12 +167,16 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
         model["num_hidden_layers"] = dense + 1
     elif model.get("first_k_dense_replace"):  # a dense model does not read it, but it may not exceed the layers
         model["first_k_dense_replace"] = dense
+    routed, shared = model.get("moe_intermediate_size"), model.get("moe_shared_expert_intermediate_size")
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
             model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)
+    if routed and shared and shared % routed == 0:  # several shared experts are as wide as as many routed ones
+        model["moe_shared_expert_intermediate_size"] = shared // routed * model["moe_intermediate_size"]
     if model.get("n_routed_experts"):
         model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
         model["num_experts_per_tok"] = min(TOPK, model["num_experts_per_tok"])
+        _shrink_router(model)
     # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
     trained = max(1, model["max_position_embeddings"] * length // seq_length)
     model["max_position_embeddings"] = trained
@@ -218,6 +222,23 @@ def _shrink_groups(model: dict[str, Any]) -> None:
     size = 2 ** max(1, (HIDDEN // heads).bit_length() - 1)  # RoPE turns pairs
     model.update(num_attention_heads=heads, num_key_value_heads=groups, hidden_size=heads * size)
     model["head_dim"] = max(2, round(widened * size / 2) * 2)
+
+
+def _shrink_router(model: dict[str, Any]) -> None:
+    """Scale down the groups of experts to which a router limits a token (in place), so that MindFormers builds them:
+    groups divide the experts, a token's groups divide its experts, and each group has enough experts for a token.
+    """
+    experts, chosen = model["n_routed_experts"], model["num_experts_per_tok"]
+    for groups, limit in (("n_group", "topk_group"), ("moe_router_num_groups", "moe_router_group_topk")):
+        most, largest = model.get(groups) or 0, model.get(limit) or 0
+        if most > 1 and largest:
+            limited = largest < most
+            model[groups], model[limit] = max(
+                (group, few)
+                for group in range(1, most + 1)
+                for few in range(1, min(largest, max(group - limited, 1)) + 1)
+                if experts % group == 0 and chosen % few == 0 and experts // group >= chosen // few
+            )
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:

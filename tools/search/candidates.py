@@ -269,6 +269,9 @@ class _Axes:
             words = f"schedule: {request.schedule} does not run with these stages, chunks and micro-batches"
             yield words, self._runs(request)
         yield "mode: all the same unless an EP group covers several whole nodes", whole | (mode == 0)
+        if not request.pluggable:
+            words = "mode: plugins.hierarchical_ep, which deduplicates, cannot change the class of the model"
+            yield words, mode != MODES.index("deduplicated")
         yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
         whole = self.along("shard") != SHARDS.index("gradients")
         words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"

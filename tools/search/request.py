@@ -27,6 +27,7 @@ from tools.estimate.memory.room import Room, room_of
 from tools.estimate.time_model import require_step_time
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.load import name_of
+from tools.layout.advise import pluggable
 from tools.layout.resolve import resolve
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe
@@ -142,6 +143,7 @@ class Request:
     margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
     splits: bool = True  # the recipe splits its model over devices; MindFormers accumulates no gradients elsewhere
+    pluggable: bool = True  # plugins.hierarchical_ep can change the class of the recipe's model
     ramp: tuple[int, ...] = ()  # samples of a step in each stage of plugins.batch_ramp
     whole_sequences: bool = False  # plugins.group_aux_loss: an EP group must hold all tokens of its sequences
     whole_ranks: bool = False  # plugins.attention_balance: an EP group is whole data-parallel ranks, or a part of one
@@ -221,6 +223,7 @@ def request_of(
         own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
         swaps=swaps(view),
         splits=view.parallel,
+        pluggable=pluggable(recipe),
         ramp=tuple(samples for _, samples in view.ramp.stages) if view.parallel else (),
         whole_sequences=bool(base.model.experts) and view.get(_GROUP_LOSS) not in (None, False),
         whole_ranks=bool(base.model.experts) and view.get(_BALANCE) not in (None, False),

@@ -19,6 +19,7 @@ from plugins.expert_balance.plan import imbalance
 from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 from tests.tools.check.test_mutations import ROOT
+from tests.tools.check.test_other_models import qwen3_moe
 from tests.tools.estimate.test_loads import DEVICES, TIMES
 from tests.tools.estimate.test_loads import run as loaded_run
 from tools.check.check import check_recipe
@@ -28,6 +29,7 @@ from tools.experts.what_if import CAPACITIES, lines, move_seconds, what_if
 from tools.hardware.load import load_hardware
 from tools.layout.advise import step_under
 from tools.recipe.load import load_recipe
+from tools.search.request import request_of
 
 LARGE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
 
@@ -84,6 +86,54 @@ def test_what_it_says_to_use_is_sound_and_takes_the_predicted_time(name, tmp_pat
         after["recipe"]["step_seconds"]
         == report["modes"][report["plugins"]["hierarchical_ep"]["mode"]]["step_seconds"][1]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "wanted"),
+    [
+        ("telechat3_105b", {"chunks": [1, 8], "stride": 3}, False),
+        ("telechat3_438b", {"chunks": [1, 4], "stride": 3}, {"chunks": [1, 2], "stride": 1}),
+    ],
+)
+def test_what_it_says_to_use_replaces_the_chunks_of_the_recipe(name, own, wanted, tmp_path):
+    """A child with what it said kept the recipe's chunks or their order: 44.8 s a step in place of 20.1 s."""
+    keys = {"plugins": {"hierarchical_ep": {"mode": "global"}, "ep_overlap": own}}
+    keys |= {"base_config": str(ROOT / "recipes" / name / "pretrain_4k.yaml")}
+    keys |= {"model": {"model_config": {"moe_token_dispatcher_type": "alltoall"}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys))
+    (report,) = json.loads(run(str(tmp_path / "recipe.yaml"), "--json").stdout)["reports"]
+    assert report["overlay"]["plugins"]["ep_overlap"] == wanted
+    child = tmp_path / "child.yaml"
+    child.write_text(yaml.safe_dump({"base_config": "recipe.yaml", **report["overlay"]}))
+    assert check_recipe(child).errors == []
+    (after,) = json.loads(run(str(child), "--json").stdout)["reports"]
+    best = report["modes"][report["plugins"]["hierarchical_ep"]["mode"]]
+    assert after["recipe"]["step_seconds"] == best["step_seconds"][1] < report["recipe"]["step_seconds"]
+
+
+def test_a_model_that_the_plugins_cannot_change_is_offered_mindformers_own_dispatchers(tmp_path):
+    """It was told to use plugins.hierarchical_ep, which `tc3 check` refuses for the class."""
+    recipe = qwen3_moe(num_experts=64, num_experts_per_tok=8, offset=0)
+    recipe["parallel_config"].update(data_parallel=16, expert_parallel=16, model_parallel=1, use_seq_parallel=False)
+    recipe["parallel"]["dataset_strategy"] = [[16, 1]] * 4
+    del recipe["model"]["model_config"]["num_nextn_predict_layers"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (report,) = json.loads(run(str(tmp_path / "recipe.yaml"), "--json").stdout)["reports"]
+    assert list(report["modes"]) == ["global", "hierarchical"] and report["plugins"] == {}
+    assert all(mode["chunks"] == [1, 1] for mode in report["modes"].values())
+    child = {"base_config": "recipe.yaml", **report["overlay"]}
+    assert child["model"] == {"model_config": {"moe_token_dispatcher_type": "alltoall_deredundency"}}
+    (tmp_path / "child.yaml").write_text(yaml.safe_dump(child))
+    assert [str(error) for error in check_recipe(tmp_path / "child.yaml").errors] == []
+    (after,) = json.loads(run(str(tmp_path / "child.yaml"), "--json").stdout)["reports"]
+    assert (
+        after["overlay"] == {} and after["recipe"]["step_seconds"] == report["modes"]["hierarchical"]["step_seconds"][1]
+    )
+    assert "use: the recipe as it is written" in run(str(tmp_path / "child.yaml")).stdout
+    (inside,) = json.loads(run(str(tmp_path / "recipe.yaml"), "--ep", "4", "--json").stdout)["reports"]
+    assert list(inside["modes"]) == ["global"] and inside["overlay"] == {}
+    request = request_of(load_recipe(tmp_path / "recipe.yaml"), "atlas_800t_a2")
+    assert not request.pluggable and request_of(load_recipe(LARGE), "atlas_800t_a2").pluggable
 
 
 def test_a_degree_for_a_recipe_that_writes_none(tmp_path):

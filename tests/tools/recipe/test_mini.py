@@ -204,6 +204,28 @@ def test_any_grouped_query_attention_shrinks_to_one_that_mindformers_builds(grou
     assert model["hidden_size"] % heads == 0 and model["hidden_size"] <= 128 and model["head_dim"] % 2 == 0
 
 
+@pytest.mark.parametrize("workers", [None, 4, 8])
+@pytest.mark.parametrize("groups", [(8, 3), (8, 4), (5, 2), (20, 6), (3, 2)])
+def test_a_router_of_groups_shrinks_to_one_that_mindformers_builds(groups, workers, tmp_path):
+    """`tc3 check` refused the mini of a model like DeepSeek-V2: three groups of a token among four experts."""
+    sizes = {"n_routed_experts": 240, "num_experts_per_tok": 6, "n_group": groups[0], "topk_group": groups[1]}
+    child = {"base_config": str(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml"), "model": {"model_config": sizes}}
+    dump_recipe(Recipe(child), tmp_path / "recipe.yaml")
+    mini = load_mini(tmp_path / "recipe.yaml", workers=workers)
+    assert check_recipe(mini).errors == []
+    small = mini["model"]["model_config"]
+    assert 1 <= small["topk_group"] < small["n_group"] <= groups[0], "a token is still limited to some groups"
+
+
+def test_shared_experts_stay_as_wide_as_so_many_routed_ones():
+    """The mini of two shared experts of 1,536 at a hidden size of 2,560 had 160 for 2 x 64; no command converted it."""
+    recipe = load_recipe(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    model = recipe["model"]["model_config"]
+    model.update(n_shared_experts=2, moe_shared_expert_intermediate_size=2 * model["moe_intermediate_size"])
+    shrink_model(model)
+    assert model["moe_shared_expert_intermediate_size"] == 2 * model["moe_intermediate_size"]
+
+
 def test_a_size_that_the_recipe_leaves_to_a_default_is_asked_for():
     recipe = load_recipe(DENSE[0])
     del recipe["model"]["model_config"]["head_dim"]

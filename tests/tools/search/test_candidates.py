@@ -174,6 +174,12 @@ def test_overlapped_groups_do_not_straddle_nodes():
     assert Counter(enumerated(asked)[0]) == Counter(kept) and len(kept) < len(free)
 
 
+def test_no_tokens_are_deduplicated_for_a_model_that_the_plugin_cannot_change():
+    free, _ = enumerated(request())
+    kept, _ = enumerated(replace(request(), pluggable=False))
+    assert Counter(kept) == Counter(one for one in free if one.mode != "deduplicated") and len(kept) < len(free)
+
+
 def test_ulysses_is_read_from_the_degree_alone():
     recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
     recipe["parallel_config"]["context_parallel_algo"] = "ulysses_cp"
