@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -308,7 +308,9 @@ def ep_report(
         try:
             of_degree = _of_degree(changed, degree) if degree else changed
             modes, cuts = choices(of_degree, devices)
-            advices.append(advise(of_degree, devices, asked, modes, cuts, planned=planned))
+            other = degree if degree != View(changed).ep else None
+            found = advise(of_degree, devices, asked, modes, cuts, planned=planned)
+            advices.append(replace(found, other_ep=other))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     require_step_time(from_recipe(changed, ep_mode="global"))  # the report has seconds of steps, where `auto` has none

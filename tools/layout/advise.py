@@ -185,6 +185,7 @@ class Advice:
     why: str  # one sentence
     as_1f1b: str = ""  # why the pipeline is taken as 1F1B, where it is not the recipe's own schedule
     planned: bool = False  # the layout stands for `offset: auto`; an open dispatch is decided for an even one then
+    other_ep: int | None = None  # the EP degree, if it is not that of the file
 
     @cached_property
     def written(self) -> Written:
@@ -234,11 +235,12 @@ class Advice:
         the recommended mode if the plugin cannot change the model.
         """
         dispatcher, usual = (*MODEL, "moe_token_dispatcher_type"), hierarchical_ep.DEFAULT_DISPATCHER
-        plugins = {"plugins": self.settings} if self.settings else {}
-        right = usual if plugins else hierarchical_ep.DISPATCHER_OF[self.mode]
-        if look(self.recipe, dispatcher, usual) == right:
-            return plugins
-        return {"model": {"model_config": {dispatcher[-1]: right}}, **plugins}
+        keys: dict[str, Any] = {"parallel_config": {"expert_parallel": self.other_ep}} if self.other_ep else {}
+        settings = self.settings
+        right = usual if settings else hierarchical_ep.DISPATCHER_OF[self.mode]
+        if look(self.recipe, dispatcher, usual) != right:
+            keys["model"] = {"model_config": {dispatcher[-1]: right}}
+        return {**keys, "plugins": settings} if settings else keys
 
 
 def advise(

@@ -60,6 +60,17 @@ def test_a_degree_that_is_written_twice_is_reported_once():
     assert [report["expert_parallel"] for report in reports] == [32, 16]
 
 
+def test_what_it_says_to_use_with_another_degree_holds_that_degree(tmp_path):
+    """The line gave the settings for a degree that the child recipe did not have."""
+    own = json.loads(run(LARGE, "--json").stdout)["reports"][0]["expert_parallel"]
+    for report in json.loads(run(LARGE, "--ep", f"{own},{own // 2}", "--json").stdout)["reports"]:
+        child = tmp_path / "child.yaml"
+        child.write_text(yaml.safe_dump({"base_config": str(LARGE), **report["overlay"]}))
+        (after,) = json.loads(run(str(child), "--json").stdout)["reports"]
+        assert after["expert_parallel"] == report["expert_parallel"]
+        assert ("parallel_config" in report["overlay"]) == (report["expert_parallel"] != own)
+
+
 def test_long_steps_are_not_cut_where_nobody_looks_at_a_terminal():
     result = run(LARGE, "--set", "parallel_config.micro_batch_num=1024")
     assert result.exit_code == 0 and "\u2026" not in result.stdout, result.output
@@ -131,7 +142,8 @@ def test_a_model_that_the_plugins_cannot_change_is_offered_mindformers_own_dispa
     )
     assert "use: the recipe as it is written" in run(str(tmp_path / "child.yaml")).stdout
     (inside,) = json.loads(run(str(tmp_path / "recipe.yaml"), "--ep", "4", "--json").stdout)["reports"]
-    assert list(inside["modes"]) == ["global"] and inside["overlay"] == {}
+    assert list(inside["modes"]) == ["global"]
+    assert inside["overlay"] == {"parallel_config": {"expert_parallel": 4}}
     request = request_of(load_recipe(tmp_path / "recipe.yaml"), "atlas_800t_a2")
     assert not request.pluggable and request_of(load_recipe(LARGE), "atlas_800t_a2").pluggable
 
@@ -145,6 +157,7 @@ def test_a_degree_for_a_recipe_that_writes_none(tmp_path):
     ours, theirs = (
         json.loads(run(file, "--ep", "16", "--json").stdout) for file in (str(tmp_path / "recipe.yaml"), LARGE)
     )
+    assert ours["reports"][0]["overlay"].pop("parallel_config") == {"expert_parallel": 16}
     assert ours["reports"] == theirs["reports"]
 
 
