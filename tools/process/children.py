@@ -254,6 +254,10 @@ class _Late(ModuleType):
         _remove_late()
         return getattr(importlib.import_module(self.__name__), name)
 
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """Pickle a reference to the module itself, for functions of loaders that are sent to other processes."""
+        return importlib.import_module, (self.__name__,)
+
 
 def _remove_late() -> None:
     for name in LATE:
