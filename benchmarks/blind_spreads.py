@@ -426,12 +426,15 @@ class Steps:
     def faulty(self, fault: Fault) -> Iterator[tuple[set[str], Steps]]:
         """Yield the operators at a fault and the ranks with it, for each rank whose graph has a place for it."""
         for number, own in enumerate(self.ranks):
+            unspoilt: list[GraphText] = []
             for name in own.graph.graphs:
-                graphs = [replace(copied(each), root=name) for each in (own.graph, *own.peers.values())]
+                unspoilt = unspoilt or [copied(each) for each in (own.graph, *own.peers.values())]
+                graphs = [replace(each, root=name) for each in unspoilt]
                 try:
                     at = fault(graphs, own.known)
-                except LookupError:
+                except LookupError:  # a fault without a place in a subgraph leaves it as it is
                     continue
+                unspoilt = []
                 operators = operators_at(graphs[0], at)
                 graph, *others = (GraphText(own.graph.root, each.graphs, each.parameters) for each in graphs)
                 copies = {n: found["copies"] for n, found in own.result["gradients"].items() if "copies" in found}

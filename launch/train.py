@@ -36,7 +36,7 @@ from plugins.errors import StoppedError, TC3Error
 from plugins.lines import ATTEMPT
 from plugins.operator_fusion import adapter as operator_fusion
 from tools.layout.resolve import resolve
-from tools.process.children import import_light_nltk
+from tools.process.children import import_mindformers
 from tools.ranges import overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -83,7 +83,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     operator_fusion.before_mindspore(recipe)
     backend = backend_of(recipe)
     backend.before_mindformers(recipe)
-    import_light_nltk()
+    import_mindformers()
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.tools.utils import get_real_rank
 

@@ -29,9 +29,10 @@ GRACE = 30  # seconds that processes may outlast one of them that has failed
 # All that MindFormers imports from elsewhere. Backends of the CPU replace functions that MindFormers copies when it is
 # imported, so that each fork imports MindFormers itself, which takes a fifth of a second then.
 PREPARED = """
-import launch.train
 import mindspore
-launch.train.import_light_nltk()
+from tools.process.children import import_light_nltk
+import_light_nltk()
+import launch.train
 import aiohttp, astunparse, datasets, ftfy, google.protobuf, jieba, numpy, PIL.Image, psutil, pyarrow, regex
 import requests, safetensors.numpy, tokenizers, transformers, yaml
 import mindspore.dataset, mindspore.mint, mindspore.parallel, mindspore.profiler, mindspore.train

@@ -25,7 +25,7 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 from launch.generate.session import Ready, Refused
 from launch.workers.lifetime import die_with_parent, run_then_hard_exit
 from plugins.errors import CheckpointError, TC3Error
-from tools.process.children import import_light_nltk
+from tools.process.children import import_mindformers
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import require_verified
 from tools.weights.convert_plan import model_of, plan_conversion
@@ -67,7 +67,7 @@ class Model:
 
 def build(recipe: Path) -> Any:
     """Return the network of a recipe, built by the steps of launch/train.py and of MindFormers' trainer."""
-    import_light_nltk()
+    import_mindformers()
     from mindformers import MindFormerConfig, build_context
     from mindformers.models import build_network
 

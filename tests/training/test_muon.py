@@ -6,6 +6,7 @@ and other layouts go on with its state.
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,11 +32,22 @@ LOGITS = "self_attention.core_attention.max_logits_val"
 
 @pytest.fixture(scope="session")
 def one_process(corpus, tmp_path_factory):
-    """Six steps on one process, and the graph that was compiled."""
+    """Six steps on one process, killed in the save of the last and gone on with from the third with the graph that it
+    had compiled: all that is compared with it holds of a resumed run. What it had computed and saved before the kill,
+    and what its resume printed, is beside it.
+    """
 
     def make(folder):
+        run_dir, graph = folder / "run", runs.compiled_once(folder / "graph")
         recorded = "--set", "plugins.step_record.steps=6"
-        runs.train(RECIPE, folder / "run", corpus, *recorded, **runs.compiled_once(folder / "graph"))
+        hook = runs.dying(TC3_TEST_KILL="0:12") | graph  # the last file of the last checkpoint: two files each
+        (folder / "killed.txt").write_text(runs.train(RECIPE, run_dir, corpus, *recorded, expect=1, **hook))
+        (folder / "killed.json").write_text(json.dumps(list(runs.steps(run_dir).values())))
+        for step in (4, 5):
+            later = Path(saved(run_dir, step))
+            shutil.move(later, folder / "killed" / later.relative_to(run_dir))
+        text = runs.train(RECIPE, run_dir, corpus, *recorded, "--resume", "auto", **graph)
+        (folder / "resumed.txt").write_text(text)
 
     return shared(tmp_path_factory, "sharded_muon", make) / "run"
 
@@ -108,20 +120,22 @@ def test_a_diagnosis_knows_its_gradients_and_finds_a_wrong_one(one_process, tmp_
     assert diagnose(read_side(spoilt)).findings[0].stage == "norm and clipping"
 
 
-def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(one_process, corpus, tmp_path):
-    """SIGKILL while the state of Muon of step 4 is written; the next attempt goes on from step 3, and writes less."""
-    killed = runs.dying(TC3_TEST_KILL="0:8") | runs.compiled_once(
-        one_process.parent / "graph"
-    )  # two files a checkpoint
-    text = runs.train(RECIPE, tmp_path / "run", corpus, "--restarts", "1", **killed)
-    assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step 3" in text
-    before, after = runs.steps(one_process), runs.steps(tmp_path / "run")
-    assert sorted(after) == [1, 2, 3, 4, 5, 6]
-    for step, each in after.items():
-        assert (each["loss"], each["global_norm"]) == (before[step]["loss"], before[step]["global_norm"])
-    known, found = state(one_process, 6), state(tmp_path / "run", 6)
-    assert known.keys() == found.keys()
-    assert [name for name in known if known[name].tobytes() != found[name].tobytes()] == []
+def test_killed_in_a_save_it_comes_to_the_same_state_to_the_bit(one_process):
+    """SIGKILL while the state of Muon of step 6 is written; the run goes on from step 3."""
+    folder = one_process.parent
+    assert "worker 0 was killed (SIGKILL)" in (folder / "killed.txt").read_text()
+    resumed = (folder / "resumed.txt").read_text()
+    assert "going on from step 3" in resumed and "compile cache: loads" in resumed
+    before, after = json.loads((folder / "killed.json").read_text()), runs.steps(one_process)
+    assert sorted(after) == [1, 2, 3, 4, 5, 6] and {4, 5} <= {record["step"] for record in before}
+    for record in before:
+        found, step = after[record["step"]], record["step"]
+        assert (found["loss"], found["global_norm"]) == (record["loss"], record["global_norm"])
+        assert step <= 3 or found["seconds"] != record["seconds"], f"step {step} is of the run before"
+    for step in (4, 5):
+        known, found = state(folder / "killed", step), state(one_process, step)
+        assert known.keys() == found.keys()
+        assert [name for name in known if known[name].tobytes() != found[name].tobytes()] == []
 
 
 def test_two_stages_go_on_with_muons_state(one_process, workers, corpus, tmp_path):

@@ -1,6 +1,7 @@
 """docs/fine-tune-a-public-model.md on a tiny model in the form of the public 36B: from its weights to weights again."""
 
 import json
+import shutil
 import subprocess
 
 import numpy as np
@@ -48,13 +49,38 @@ def tc3(*words):
     return done.stdout
 
 
+def killed_and_resumed(recipe, folder, corpus, steps, every=2):
+    """A run in `folder` that was killed in its last save, and went on from the one before the one before with the graph
+    that it had compiled. What it had computed and saved before the kill is beside it.
+    """
+    run, graph = folder / "run", runs.compiled_once(folder / "graph")
+    # whatever the load: two files a checkpoint
+    killed = graph | runs.dying(TC3_TEST_KILL=f"0:{2 * steps // every}")
+    runs.train(recipe, run, corpus, expect=1, **killed)
+    (folder / "killed.json").write_text(json.dumps(list(runs.steps(run).values())))
+    shutil.move(run / f"checkpoint/iteration_{steps - every:08d}", folder / "killed")
+    text = runs.train(recipe, run, corpus, "--resume", "auto", **graph)
+    assert f"going on from step {steps - 2 * every}" in text and "compile cache: loads" in text
+
+
+def goes_on_to_the_same_bits(folder, steps, every=2):
+    """Compare what a run computed and saved before it was killed with what it did once more."""
+    before, after = json.loads((folder / "killed.json").read_text()), runs.steps(folder / "run")
+    assert sorted(after) == list(range(1, steps + 1)) and len(before) >= steps - 1
+    for record in before:
+        runs.same(after[record["step"]], record)
+        again = after[record["step"]]["seconds"] != record["seconds"]
+        assert again == (record["step"] > steps - 2 * every), f"step {record['step']}"
+    tc3("weights", "inspect", folder / "run" / f"checkpoint/iteration_{steps - every:08d}", "--diff", folder / "killed")
+
+
 def test_from_public_weights_to_served_weights(workers, corpus, tmp_path):
     sizes = {"vocab_size": 512}
     change = {
         "plugins": {"lora": LORA, "held_out_loss": False},
         "lr_schedule": {"learning_rate": 3e-3, "warmup_steps": 1, "total_steps": STEPS},
         "train_dataset": {"data_loader": {"sizes": [4 * STEPS, 0, 0], "config": {"data_path": ["1", str(corpus)]}}},
-        "checkpoint": {"save_interleaved_steps": 3, "save_max": 3, "load_path": str(tmp_path / "weights")},
+        "checkpoint": {"save_interleaved_steps": 2, "save_max": 3, "load_path": str(tmp_path / "weights")},
         "model": {"model_config": sizes},
     }
     recipe = recipe_of(tmp_path / "recipe", change)
@@ -62,16 +88,9 @@ def test_from_public_weights_to_served_weights(workers, corpus, tmp_path):
     tc3("weights", "convert", theirs, tmp_path / "weights", "--recipe", recipe)
     assert "trained" not in tc3("check", recipe, "--no-build") and (tmp_path / "weights").is_dir()
 
-    graph, step = runs.compiled_once(tmp_path / "graph"), f"checkpoint/iteration_{STEPS:08d}"
-    runs.train(recipe, tmp_path / "whole", corpus, **graph)
-    expected = runs.steps(tmp_path / "whole")
-    # in the save of step 6, whatever the load: two files a checkpoint
-    runs.train(recipe, tmp_path / "run", corpus, expect=1, **graph | runs.dying(TC3_TEST_KILL="0:4"))
-    assert "going on from step 3" in runs.train(recipe, tmp_path / "run", corpus, "--resume", "auto", **graph)
-    for number, record in runs.steps(tmp_path / "run").items():
-        runs.same(record, expected[number])
-    tc3("weights", "inspect", tmp_path / "run" / step, "--diff", tmp_path / "whole" / step)
-
+    killed_and_resumed(recipe, tmp_path, corpus, STEPS)
+    goes_on_to_the_same_bits(tmp_path, STEPS)
+    step = f"checkpoint/iteration_{STEPS:08d}"
     tc3("weights", "merge", tmp_path / "run" / step, tmp_path / "merged")
     tc3("weights", "convert", tmp_path / "merged", tmp_path / "served", "--recipe", recipe)
     config = json.loads((tmp_path / "served" / "config.json").read_text())
@@ -119,7 +138,7 @@ def sharded_recipe(folder, weights, **degrees):
         "runner_config": {"batch_size": samples},
         "lr_schedule": {"learning_rate": 3e-3, "warmup_steps": 1, "total_steps": TRAINED},
         "train_dataset": {"data_loader": {"sizes": [4 * TRAINED, 0, 0]}},
-        "checkpoint": {"save_interleaved_steps": 2, "save_max": 3, "load_path": str(weights)},
+        "checkpoint": {"save_interleaved_steps": 1, "save_max": 4, "load_path": str(weights)},
         "model": {"model_config": {"vocab_size": 512, "batch_size": samples}},
     }
     return recipe_of(folder, change)
@@ -127,12 +146,12 @@ def sharded_recipe(folder, weights, **degrees):
 
 @pytest.fixture(scope="session")
 def one_process(corpus, tmp_path_factory):
-    """Converted weights, and a run that trained all of them on one process."""
+    """Converted weights, and a run that trained all of them on one process, and was killed."""
 
     def make(folder):
         recipe = sharded_recipe(folder / "recipe", folder / "weights")
         tc3("weights", "convert", public(folder / "hf", recipe), folder / "weights", "--recipe", recipe)
-        runs.train(recipe, folder / "run", corpus, **runs.compiled_once(folder / "graph"))
+        killed_and_resumed(recipe, folder, corpus, TRAINED, every=1)
 
     return shared(tmp_path_factory, "public_model", make)
 
@@ -154,13 +173,7 @@ def test_layouts_train_the_converted_weights_as_one_process_does(layout, one_pro
     assert max(kinds["adam_m"], kinds["adam_v"]) < GRADIENT, kinds
 
 
-def test_a_killed_run_without_adapters_goes_on_to_the_same_bits(one_process, corpus, tmp_path):
-    recipe, run = one_process / "recipe" / "recipe.yaml", tmp_path / "run"
-    how, expected = runs.compiled_once(one_process / "graph"), runs.steps(one_process / "run")
-    assert expected[TRAINED]["loss"] < expected[1]["loss"] - 0.1, "and it learns"
-    runs.train(recipe, run, corpus, expect=1, **how | runs.dying(TC3_TEST_KILL="0:4"))
-    assert "going on from step 2" in runs.train(recipe, run, corpus, "--resume", "auto", **how)
-    for number, record in runs.steps(run).items():
-        runs.same(record, expected[number])
-    step = f"checkpoint/iteration_{TRAINED:08d}"
-    tc3("weights", "inspect", run / step, "--diff", one_process / "run" / step)
+def test_a_killed_run_without_adapters_goes_on_to_the_same_bits(one_process):
+    steps = runs.steps(one_process / "run")
+    assert steps[TRAINED]["loss"] < steps[1]["loss"] - 0.1, "and it learns"
+    goes_on_to_the_same_bits(one_process, TRAINED, every=1)

@@ -40,7 +40,7 @@ from tools.dryrun.memory import WEIGHT, Held, kinds_of, on_host
 from tools.dryrun.plan import Job
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.files.atomic import atomic_file
-from tools.process.children import import_light_nltk
+from tools.process.children import import_mindformers
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -215,7 +215,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     """
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     plain = _without_files(recipe, folder)
-    import_light_nltk()
+    import_mindformers()
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.core.context import parallel
     from mindspore._c_expression import AutoParallelContext

@@ -29,10 +29,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import psutil
@@ -235,6 +237,55 @@ def import_light_nltk() -> None:
     finally:
         for name in absent:
             sys.modules.pop(name, None)
+
+
+LATE = ("datasets", "datasets.distributed")  # MindFormers' loaders of Hugging Face's data import them, for calls only
+
+
+class _Late(ModuleType):
+    """A `_Late` stands for a module, which it imports when something of the module is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and (self.__name__, name) != (
+            LATE[0],
+            "__path__",
+        ):  # of which another part is imported
+            raise AttributeError(name)
+        _remove_late()
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        """Pickle a reference to the module itself, for functions of loaders that are sent to other processes."""
+        return importlib.import_module, (self.__name__,)
+
+
+def _remove_late() -> None:
+    for name in LATE:
+        if isinstance(sys.modules.get(name), _Late):
+            del sys.modules[name]
+
+
+def _split_dataset_by_node(*arguments: Any, **named: Any) -> Any:
+    return importlib.import_module(LATE[1]).split_dataset_by_node(*arguments, **named)
+
+
+def import_mindformers() -> None:
+    """Import MindFormers without the parts of other packages that only some trainings use.
+
+    These are what `import_light_nltk` leaves out, and Hugging Face's `datasets` (with pandas, a fifth of the processor
+    time in which a worker imports MindFormers), which is imported when a loader first uses it.
+    """
+    import_light_nltk()
+    late = {} if LATE[0] in sys.modules or find_spec(LATE[0]) is None else {name: _Late(name) for name in LATE}
+    for name, module in late.items():
+        module.__spec__ = ModuleSpec(name, None)  # Transformers asks whether the package is there
+    if late:
+        late[LATE[1]].__dict__["split_dataset_by_node"] = _split_dataset_by_node
+    sys.modules |= late
+    try:
+        importlib.import_module("mindformers")
+    finally:
+        _remove_late()
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # a default: what the user has set stays

@@ -257,3 +257,23 @@ def test_scores_are_there_and_helpers_are_not_imported_and_can_be():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     before, score, half, there = json.loads(done.stdout)
     assert before == [] and 0.6 < score < 0.8 and half == 0.5 and there
+
+
+LOADERS = """
+import json, pickle, sys
+from tools.process import children
+children.import_mindformers()
+import mindformers.dataset.dataloader.hf_dataloader as loaders
+before = [name for name in ("datasets", "datasets.distributed", "pandas") if name in sys.modules]
+given = loaders.datasets.Dataset.from_dict({"a": list(range(6))})
+half = loaders.split_dataset_by_node(given, 1, 2)
+import datasets, datasets.distributed
+print("said:", json.dumps([before, list(half["a"]), isinstance(half, datasets.Dataset),
+    pickle.loads(pickle.dumps(loaders.datasets)) is datasets]))
+"""
+
+
+def test_hugging_face_s_datasets_are_imported_when_a_loader_uses_them():
+    done = subprocess.run([sys.executable, "-c", LOADERS], capture_output=True, text=True, check=True)
+    (said,) = (line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("said: "))
+    assert json.loads(said) == [[], [3, 4, 5], True, True]
