@@ -24,7 +24,7 @@ from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
 from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
-from tools.prove.balance import averaged_sends
+from tools.prove.balance import averaged_sends, is_gradient_of_one_number
 from tools.prove.everywhere import remains
 from tools.prove.frame import Direction, Failure
 from tools.prove.mesh import Mesh, Peers, mesh_of
@@ -194,7 +194,7 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
             doubted |= wrong
             averaged |= divided
         received = {
-            each: replace(value, undivided=each not in averaged)
+            each: replace(value, undivided=is_gradient_of_one_number(each) and each not in averaged)
             for each, value in (received | new).items()
             if each not in doubted
         }
