@@ -93,13 +93,15 @@ def _in_order(typing: Typing, places: Iterable[Place]) -> list[Place]:
 
 
 def _wrong(typing: Typing, places: Sequence[Place], x: Spread) -> str:
-    """Return since which operators a value is a partial sum or too large; return "" if the value is neither."""
-    large = {axis for axis, power in x.powers if power > 0}
+    """Return since which operators a value is a partial sum and since which it is too large; return "" if the value is
+    neither.
+    """
+    large, found = {axis for axis, power in x.powers if power > 0}, []
     if x.partial and (names := _begins(typing, places, lambda own: bool(own.partial & x.partial))):
-        return f"a partial sum since {names}"
+        found.append(f"a partial sum since {names}")
     if large and (names := _begins(typing, places, lambda x: any(p > 0 and axis in large for axis, p in x.powers))):
-        return f"too large since {names}"
-    return ""
+        found.append(f"too large since {names}")
+    return " and ".join(found)
 
 
 def _members(typing: Typing, place: Place) -> list[Place]:

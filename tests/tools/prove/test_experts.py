@@ -199,6 +199,17 @@ def test_the_order_of_ranks_matters_unless_their_pieces_are_only_averaged():
     assert tried == {True: 3, False: 4}
 
 
+def test_values_that_are_scaled_differently_are_said_to_be_too_large_also_if_both_are_partial_sums():
+    """The embedding's gradients by its two uses: that of the loss without the division by the devices is too large."""
+    result, graph, mesh, peers = STEP
+    places, plant = faults(graph, peers)["the division by the devices left out"]
+    faulty, *others = (copied(each) for each in (graph, *peers.values()))
+    plant([faulty, *others], places[0], lambda _: None)
+    told = prove_rank(result, typing_of(result, faulty, mesh, dict(zip(peers, others, strict=True))), {}).contradictions
+    assert any("are scaled differently; an argument is a partial sum since " in each for each in told), told
+    assert any(" and too large since ReduceScatter " in each for each in told), told
+
+
 ONE = "<Tensor[Float32], ()>"
 BALANCE = "Gradients/Default/Router/Grad_AllReduce"
 
