@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.blind_spreads import FAULTS, Compiled, Steps, load_undivided, said
-from benchmarks.planted_spreads import DOUBTED, NAMED, SILENT, copied, examine, faults, handed_on, root
+from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, SILENT, copied, examine, faults, handed_on, root
 from tests.tools.prove.renew import HERE, read
 from tests.tools.prove.test_spread import SIZES
 from tools.dryrun import cli as dryrun
@@ -256,7 +256,10 @@ def test_the_page_has_every_rule():
 
 
 STEPS = {name: Steps([Compiled(*read(name))], 1) for name in ("dense", "experts", "ring")}
-SAID = {"load_undivided": SILENT}  # it decides the experts' bias and changes no gradient; the others are named
+SAID = {  # what is said of a fault, where it is not named
+    "balance_not_summed_back": ELSEWHERE,  # where the gradient of the loads meets another one
+    "load_undivided": SILENT,  # it decides the experts' bias and changes no gradient
+}
 PLACES = {"dense": 14, "experts": 9, "ring": 8}  # faults for which a step has a place
 
 
