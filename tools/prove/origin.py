@@ -73,12 +73,13 @@ def since(typing: Typing, weight: str, number: int, found: Spread) -> str:
 
 def _undivided(typing: Typing, places: Sequence[Place]) -> str:
     """Return a text that names the first operators of the backward pass, if nothing on the way from the loss to a
-    gradient divides by the number of devices. Return "" if another stage sends the gradient, because that stage may
-    divide it.
+    gradient divides by the number of devices. Return "" if another stage sends the gradient, or a called backward pass
+    returns it, because that stage or pass may divide it.
     """
     every = [(place, typing.graph.graphs[place[0].name][place[1]]) for place in _way(typing, places)]
     received = any(node.op == "Receive" and typing.direction_of(node)[0] == "backward" for _, node in every)
-    if received or any(node.op == "RealDiv" and _DIVIDES in node.scope for _, node in every):
+    returned = any("◂" in name for _, node in every for name in node.calls)
+    if received or returned or any(node.op == "RealDiv" and _DIVIDES in node.scope for _, node in every):
         return ""
     back = [place for place, node in every if "Grad" in node.scope and not only_moves(node)]
     first = _named(typing, _in_order(typing, back)[:NAMED])

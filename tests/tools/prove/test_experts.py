@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, root
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
-from tests.tools.prove.test_typing import T48, node, typing
+from tests.tools.prove.test_typing import HALF, T48, node, typing
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves, tokens
@@ -264,7 +264,6 @@ def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_pa
         assert not unknown.contradicts and "nothing here divides the losses of 2 ranks" in unknown.why
 
 
-HALF = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))"
 TWO_ONES = "<Tuple[Tensor[Float32]*2], TupleShape((), ())>"
 
 

@@ -24,6 +24,7 @@ from tools.prove.typing import Typing
 
 CUT = Spread((("dp", 4), (8,)))
 T48, T88 = "<Tensor[Float32], (4, 8)>", "<Tensor[Float32], (8, 8)>"
+HALF = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))"
 ACCU = "<Ref[Tensor[Float32]], (8, 8), ref_key=accu_grads.w, is_parameter>"
 
 
@@ -216,6 +217,21 @@ def test_only_a_stage_that_has_the_whole_backward_pass_says_that_nothing_divides
         told = since(own, "w", 9, own.of(9))
         assert "it is too large since AllReduce %9" in told
         assert ("nothing in the backward pass" in told) == (not first)
+
+
+def test_a_division_in_a_called_backward_pass_is_not_said_to_be_missing(tmp_path):
+    """One sum over ranks is too many; the division is in another called graph than the weight's gradient."""
+    twice = node(10, 'AllReduce(%9) primitive_attrs: {group: "dp", op: "sum"}', T88, T88)
+    graph("last", tmp_path, first=False, more=[twice])
+    half = node(0, HALF.format("%para31_dout"), T48, T48, "Gradients/Default/Grad__VirtualDiv")
+    text = (tmp_path / "last.ir").read_text("utf-8")
+    text = text.replace("%5(x) = TensorMove(%4)", "%5(x) = call @3_◂Loss(%4)")
+    text = text.replace("subgraph @0_", f"subgraph @3_◂Loss(%para31_dout) {{\n{half}}}\nsubgraph @0_")
+    (tmp_path / "last.ir").write_text(text, encoding="utf-8")
+    own = typing(read_graph(tmp_path / "last.ir"), {("forward", (4, 8)): plain((4, 8))})
+    assert own.of(9) == plain((8, 8)) and own.of(10) == Spread(((8,), (8,)), powers=(("dp", 1),))
+    told = since(own, "w", 10, own.of(10))
+    assert "it is too large since AllReduce %10" in told and "nothing in the backward pass" not in told
 
 
 def test_what_no_stage_sends_is_unknown(tmp_path):
