@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from benchmarks.blind_spreads import Compiled, experts_over_tensor
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, root
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
@@ -199,15 +200,27 @@ def test_the_order_of_ranks_matters_unless_their_pieces_are_only_averaged():
     assert tried == {True: 3, False: 4}
 
 
+def told_of(plant):
+    """Return the operators that are refused in the step with a fault, and why."""
+    result, graph, mesh, peers = STEP
+    faulty, *others = (copied(each) for each in (graph, *peers.values()))
+    plant([faulty, *others], Compiled(*STEP).known)
+    return prove_rank(result, typing_of(result, faulty, mesh, dict(zip(peers, others, strict=True))), {}).contradictions
+
+
 def test_values_that_are_scaled_differently_are_said_to_be_too_large_also_if_both_are_partial_sums():
     """The embedding's gradients by its two uses: that of the loss without the division by the devices is too large."""
-    result, graph, mesh, peers = STEP
-    places, plant = faults(graph, peers)["the division by the devices left out"]
-    faulty, *others = (copied(each) for each in (graph, *peers.values()))
-    plant([faulty, *others], places[0], lambda _: None)
-    told = prove_rank(result, typing_of(result, faulty, mesh, dict(zip(peers, others, strict=True))), {}).contradictions
-    assert any("are scaled differently; an argument is a partial sum since " in each for each in told), told
-    assert any(" and too large since ReduceScatter " in each for each in told), told
+    places, plant = faults(STEP[1], STEP[3])["the division by the devices left out"]
+    told = told_of(lambda graphs, known: plant(graphs, places[0], known))
+    told = [each for each in told if "are scaled differently" in each]
+    assert told and all("an argument is too large since ReduceScatter " in each for each in told), told
+
+
+def test_a_sum_over_other_ranks_is_not_said_to_be_missing_where_pieces_are_added():
+    """The gradient of the experts, which are cut over tp, is rightly a partial sum over dp in front of the fault."""
+    told = told_of(experts_over_tensor)
+    assert any("adds different pieces; an argument comes from GroupedMatmul " in each for each in told), told
+    assert not any("is a partial sum" in each for each in told)
 
 
 ONE = "<Tensor[Float32], ()>"
