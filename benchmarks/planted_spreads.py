@@ -5,9 +5,9 @@ prove`.
 
 RECIPE must have no pipeline. It is compiled as by `tc3 prove`; graphs in the cache are used again. Each kind of fault
 is planted at up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often the
-report names the operator of the fault, an operator directly before or behind it, or one weight whose gradient it makes
-(`named`), how often a violation is reported somewhere else (`elsewhere`), how often weights become unknown and nothing
-is called wrong, and how often nothing is said.
+report names the operator of the fault or an operator directly before or behind it (`named`), how often a violation is
+reported somewhere else (`elsewhere`), how often weights become unknown and nothing is called wrong, and how often
+nothing is said.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def outcome(
     if wrong or stage.contradictions:
         reported = stage.contradictions + [weight.why for weight in wrong]
         operators = set[str]().union(*(operators_at(graph, place) for place in places))
-        return NAMED if len(wrong) == 1 or names(reported, operators) else ELSEWHERE
+        return NAMED if names(reported, operators) else ELSEWHERE
     norms = [norm_report([each], mesh.devices)["once"] for each in (judged, result)]
     if norms[0] < norms[1]:  # `tc3 prove` prints that the global norm counts fewer weights once
         return ELSEWHERE

@@ -71,13 +71,20 @@ def require_mean(typing: Graph, frame: Frame, node: Node, axes: Sequence[str]) -
         raise NotKnown(f"nothing here divides the losses of {ranks} ranks, which are summed, by {ranks}")
 
 
+def is_gradient_of_one_number(direction: Direction) -> bool:
+    """Return whether what stages send in a direction may be the gradient of their balancing losses: any value of the
+    forward pass, and any larger gradient, is something else.
+    """
+    return direction[0] == "backward" and math.prod(direction[1]) == 1
+
+
 def averaged_sends(typing: Graph) -> set[Direction]:
     """Return the directions in which a stage sends the gradient of one number, if the stage may have divided this
     gradient as a router does.
     """
     found = set()
     for number, node in enumerate(typing.graph.graphs[typing.graph.root]):
-        if node.op == "Send" and math.prod(node.outputs[0].shape) == 1:
+        if node.op == "Send" and is_gradient_of_one_number(typing.direction_of(node)):
             way = _way(typing, [(typing.root, number)], None)
             if way.averaged or way.unsure:
                 found.add(typing.direction_of(node))

@@ -21,6 +21,7 @@ from itertools import chain, combinations, islice
 
 from tools.prove.call import Call, Part, Value
 from tools.prove.frame import Failure, Frame
+from tools.prove.places import TRIED as TRIED_PLACES
 from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, extent, placements
 from tools.prove.typing import Typing
 
@@ -158,9 +159,19 @@ def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequ
         unplaced = value.loose & failure.loose
         if len(calls[0]) != 1 or not isinstance(x := calls[0][0], Spread) or _alone(x.dims) & unplaced:
             break
-        ways = dict.fromkeys(one.dims for one in islice(placements(replace(value, loose=unplaced)), PLACES + 1))
-        return (own.name, number), [*ways]
+        return (own.name, number), _ways(value, unplaced)
     return ("", 0), []
+
+
+def _ways(value: Spread, axes: frozenset[str]) -> Sequence[tuple[Dim, ...]]:
+    """Return the dimensions of a value for each possible placement of its loose pieces over `axes`; other loose pieces
+    lie where the former have this place. Return none if there are too many placements.
+    """
+    found: dict[tuple[int, ...], tuple[Dim, ...]] = {}
+    every = [*islice(placements(value), TRIED_PLACES + 1)]
+    for one in every:
+        found.setdefault(tuple(n for n, dim in enumerate(one.dims) for atom in dim if atom in axes), one.dims)
+    return [*found.values()] if len(every) <= TRIED_PLACES else []
 
 
 def _sources(typing: Typing, frame: Frame, number: int) -> list[Value]:

@@ -6,6 +6,7 @@ the operators at which the ranks took pieces of a value that was not yet summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
 from tools.prove.call import Order, Part, Value
@@ -19,6 +20,7 @@ NAMED = 3  # operators that a text names
 _MOVES = frozenset(
     ("Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "TransposeExtView", "Depend", "Load", "TensorMove")
 ) | {"MakeTuple", "TupleGetItem", "Send", "Muls", "Divs", "Neg", "MoveTo", "TensorToTuple"}
+_SUMS = frozenset(("Add", "AddExt", "AddN", "Sub", "SubExt"))
 _LIMITS = frozenset(("Minimum", "Maximum", "ReLU", "ClipByValue"))  # of indices that lie outside a table
 _DIVIDES = "Grad__VirtualDiv"  # the cell that divides the loss's gradient by the number of devices
 Place = tuple[Frame, int]  # a call of a graph, and an operator of the graph
@@ -40,10 +42,11 @@ def explained(typing: Typing, failure: Failure) -> str:
     )
     if frame is None:
         return ""
-    given = _members(typing, (frame, failure.number))
-    found = [text for place in given if (text := _argument(typing, place))]
+    node, given = typing.graph.graphs[frame.name][failure.number], _members(typing, (frame, failure.number))
+    right = _rightly_partial(typing, node, given)
+    found = [text for place in given if (text := _argument(typing, place, right))]
     if len(given) == 1:
-        found += _whole(typing, given[0], typing.graph.graphs[frame.name][failure.number])
+        found += _whole(typing, given[0], node)
     return "; ".join(["", *dict.fromkeys(found)])
 
 
@@ -73,12 +76,13 @@ def since(typing: Typing, weight: str, number: int, found: Spread) -> str:
 
 def _undivided(typing: Typing, places: Sequence[Place]) -> str:
     """Return a text that names the first operators of the backward pass, if nothing on the way from the loss to a
-    gradient divides by the number of devices. Return "" if another stage sends the gradient, because that stage may
-    divide it.
+    gradient divides by the number of devices. Return "" if another stage sends the gradient, or a called backward pass
+    returns it, because that stage or pass may divide it.
     """
     every = [(place, typing.graph.graphs[place[0].name][place[1]]) for place in _way(typing, places)]
     received = any(node.op == "Receive" and typing.direction_of(node)[0] == "backward" for _, node in every)
-    if received or any(node.op == "RealDiv" and _DIVIDES in node.scope for _, node in every):
+    returned = any("◂" in name for _, node in every for name in node.calls)
+    if received or returned or any(node.op == "RealDiv" and _DIVIDES in node.scope for _, node in every):
         return ""
     back = [place for place, node in every if "Grad" in node.scope and not only_moves(node)]
     first = _named(typing, _in_order(typing, back)[:NAMED])
@@ -93,18 +97,20 @@ def _in_order(typing: Typing, places: Iterable[Place]) -> list[Place]:
 
 
 def _wrong(typing: Typing, places: Sequence[Place], x: Spread) -> str:
-    """Return since which operators a value is a partial sum or too large; return "" if the value is neither."""
-    large = {axis for axis, power in x.powers if power > 0}
+    """Return since which operators a value is a partial sum and since which it is too large; return "" if the value is
+    neither.
+    """
+    large, found = {axis for axis, power in x.powers if power > 0}, []
 
     def partial(own: Spread) -> bool:
         return bool(own.partial & x.partial)
 
     if x.partial and (names := _begins(typing, places, partial)):
         parts = _slices(typing, places, partial)
-        return f"a partial sum since {names}" + (f", of which a part is taken at {parts}" if parts else "")
+        found.append(f"a partial sum since {names}" + (f", of which a part is taken at {parts}" if parts else ""))
     if large and (names := _begins(typing, places, lambda x: any(p > 0 and axis in large for axis, p in x.powers))):
-        return f"too large since {names}"
-    return ""
+        found.append(f"too large since {names}")
+    return " and ".join(found)
 
 
 def _members(typing: Typing, place: Place) -> list[Place]:
@@ -117,12 +123,32 @@ def _members(typing: Typing, place: Place) -> list[Place]:
     return found
 
 
-def _argument(typing: Typing, place: Place) -> str:
-    """Return from which operator an argument comes, or since which operator it is a partial sum or too large; return ""
-    for a parameter and for a value that could not be determined.
+def _rightly_partial(typing: Typing, node: Node, given: Sequence[Place]) -> frozenset[str]:
+    """Return the axes over which the arguments of a refused operator may be partial sums: for a collective those
+    outside its group, and for a sum those over which all members are partial.
+    """
+    if node.op in _SUMS:
+        values = [next(_spreads(typing, place), None) for place in given]
+        spreads = [x.partial for x in values if isinstance(x, Spread)]
+        return frozenset.intersection(*spreads) if spreads else frozenset()
+    return frozenset(typing.mesh.sizes) - _group(typing, node) if node.op in COLLECTIVES else frozenset()
+
+
+def _group(typing: Typing, node: Node) -> frozenset[str]:
+    """Return the axes of a collective's group; return none if they are unknown, and for other operators."""
+    try:
+        return frozenset(typing.axes_of(node, True)) if node.op in COLLECTIVES else frozenset()
+    except (NotKnown, Contradiction):
+        return frozenset()
+
+
+def _argument(typing: Typing, place: Place, right: frozenset[str]) -> str:
+    """Return from which operator an argument comes, or since which operator it is a partial sum over other axes than
+    `right`, or too large; return "" for a parameter and for a value that could not be determined.
     """
     value = next(_spreads(typing, place), None)
-    if how := _wrong(typing, [place], value) if isinstance(value, Spread) else "":
+    own = replace(value, partial=value.partial - right) if isinstance(value, Spread) else None
+    if how := _wrong(typing, [place], own) if own else "":
         return f"an argument is {how}"
     frame, number = _source(typing, place)
     known = isinstance(value, (Spread, Order)) and not only_moves(typing.graph.graphs[frame.name][number])
@@ -133,10 +159,7 @@ def _whole(typing: Typing, place: Place, node: Node) -> Iterator[str]:
     """Yield where a value became whole that a collective gathers or exchanges as if it were cut, and the operators
     behind at which all ranks take the same part of it.
     """
-    try:
-        axes = set(typing.axes_of(node, True)) if node.op in COLLECTIVES else set()
-    except (NotKnown, Contradiction):
-        return
+    axes = _group(typing, node)
 
     def whole(x: Spread) -> bool:
         return not axes & (x.holes | x.partial)

@@ -24,7 +24,7 @@ from tools.dryrun.gradients import RIGHT, UNKNOWN, WRONG, last_sums
 from tools.dryrun.graph_text import GraphText
 from tools.dryrun.report import gradients_report, norm_report, scale_report
 from tools.dryrun.scale import Scale, judge_scale
-from tools.prove.balance import averaged_sends
+from tools.prove.balance import averaged_sends, is_gradient_of_one_number
 from tools.prove.everywhere import remains
 from tools.prove.frame import Direction, Failure
 from tools.prove.mesh import Mesh, Peers, mesh_of
@@ -35,6 +35,7 @@ from tools.prove.spread import Contradiction, NotKnown, Spread, placements, tidy
 from tools.prove.typing import Typing
 
 PROVEN = "proven"
+EXPLAINED = 20  # wrong weights and refused operators of a rank of which the report names the operators behind
 _STRATEGY = re.compile(r"(?<=\)) \{(?:in|out)_strategy: .*")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -194,7 +195,7 @@ def type_stages(make: Sequence[Callable[[Mapping[Direction, Spread]], Typing]]) 
             doubted |= wrong
             averaged |= divided
         received = {
-            each: replace(value, undivided=each not in averaged)
+            each: replace(value, undivided=is_gradient_of_one_number(each) and each not in averaged)
             for each, value in (received | new).items()
             if each not in doubted
         }
@@ -215,14 +216,16 @@ def prove_rank(result: Mapping[str, Any], typing: Typing, scales: Mapping[str, s
     """
     weights = [name for name, found in result["gradients"].items() if "copy_of" not in found]
     ends = last_sums(typing.graph, typing.ranks_of, weights)
-    found = [_weight(typing, name, ends[name], result["gradients"][name], scales) for name in weights]
+    found: list[Weight] = []
+    for name in weights:
+        few = sum(each.verdict == WRONG for each in found) < EXPLAINED
+        found.append(_weight(typing, name, ends[name], result["gradients"][name], scales, few))
     told = [f"the loss is reported as {each}" for each in typing.losses()]
     failures, asked = typing.failures, len(typing.asked)
     causes = {(each.graph, each.number): each for each in failures.values()}
     told += [
-        f"{typing.name_of(each.graph, each.number)}: {each.why}{explained(typing, each)}"
-        for each in causes.values()
-        if each.contradicts
+        f"{typing.name_of(each.graph, each.number)}: {each.why}{explained(typing, each) if place < EXPLAINED else ''}"
+        for place, each in enumerate(each for each in causes.values() if each.contradicts)
     ]
     if not told and (wrong := remains(typing, lambda tried: _ask(tried, weights))):
         why = wrong.why.partition(" (the place of")[0]
@@ -244,10 +247,17 @@ def _ask(typing: Typing, weights: Sequence[str]) -> None:
 
 
 def _weight(
-    typing: Typing, name: str, ends: Sequence[tuple[str, int]], walked: Mapping[str, Any], scales: Mapping[str, str]
+    typing: Typing,
+    name: str,
+    ends: Sequence[tuple[str, int]],
+    walked: Mapping[str, Any],
+    scales: Mapping[str, str],
+    explain: bool,
 ) -> Weight:
-    """Return the verdict on one weight: by the spreads, and by the dry run's walk."""
-    own = _by_spread(typing, name, ends)
+    """Return the verdict on one weight: by the spreads, and by the dry run's walk. If `explain`, the reason for a wrong
+    gradient names the operators behind it; the search for these takes as long as the step has operators.
+    """
+    own = _by_spread(typing, name, ends, explain)
     if walked["verdict"] == WRONG or own.verdict == WRONG:
         why = "; ".join(filter(None, [walked["why"] if walked["verdict"] == WRONG else "", own.why]))
         return Weight(name, WRONG, why, own.spread, own.operator)
@@ -256,8 +266,8 @@ def _weight(
     return own
 
 
-def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> Weight:
-    """Return the verdict on one weight by the spread of its gradient."""
+def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]], explain: bool = False) -> Weight:
+    """Return the verdict on one weight by the spread of its gradient. For `explain`, see `_weight`."""
     told = ""
     for number in [each for _, each in ends] or typing.sums_of(name) or [-1]:
         if any(graph != typing.graph.root for graph, _ in ends):
@@ -278,7 +288,7 @@ def _by_spread(typing: Typing, name: str, ends: Sequence[tuple[str, int]]) -> We
         told = str(found)
         if fault := against(found, wanted):
             why = f"{place}: its gradient is {found}: {fault}" if place else f"its gradient is {found}: {fault}"
-            why += since(typing, name, number, found)
+            why += since(typing, name, number, found) if explain and not found.loose else ""
             return Weight(name, UNKNOWN if found.loose else WRONG, why, told, place)
     return Weight(name, PROVEN, spread=told)
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.prove.test_typing import node
 from tools.dryrun.graph_text import read_graph
-from tools.prove.everywhere import again, remains
+from tools.prove.everywhere import again, first_loose, remains
 from tools.prove.frame import Failure
 from tools.prove.mesh import Peers, mesh_of
 from tools.prove.spread import Spread
@@ -157,3 +157,21 @@ def test_calls_of_a_graph_may_have_their_loose_pieces_in_different_places(tmp_pa
     own.of(4)
     remaining = remains(own, lambda tried: tried.of(4))
     assert (remaining is not None) == alike and any(each.loose for each in own.failures.values())
+
+
+def test_pieces_are_tried_in_every_place_that_they_can_have_together_with_other_loose_pieces(tmp_path):
+    """The place of the pieces over dp in front of them is a guess, too, and must not rule out dimension 0."""
+    t3, t4 = "<Tensor[Float32], (4, 1, 8)>", "<Tensor[Float32], (4, 1, 1, 8)>"
+    lines = [
+        node(0, "Load(%para1_x, UMonad[U])", t3, t3),
+        node(1, "Reshape(%0, (I64(4), I64(1), I64(1), I64(8)))", f"{t3}, <null>", t4),
+        node(2, 'AllReduce(%1) primitive_attrs: {group: "tp", op: "sum"}', t4, t4),
+    ]
+    own = one_graph(tmp_path, lines, {"x": Spread(((4,), ("dp",), ("tp", 8)))}, [("tp", 2), ("dp", 2)])
+    assert own.of(1).dims == ((4,), ("dp",), (), ("tp", 8)) and own.of(1).loose == {"dp", "tp"}
+    assert own.of(2).loose == {"tp"}
+    operator, ways = first_loose(own, own.of(2))
+    places = [[number for number, dim in enumerate(dims) if "tp" in dim] for dims in ways]
+    assert operator == ("1_Step", 1) and sorted(places) == [[0], [1], [2], [3]]
+    tried = again(own, {operator: (ways[places.index([0])], frozenset({"tp"}))})
+    assert tried.of(1).dims[0] == (4, "dp", "tp") and tried.of(1).loose == {"dp"}

@@ -6,15 +6,17 @@ from random import Random
 import numpy as np
 import pytest
 
+from benchmarks.blind_spreads import Compiled, experts_over_tensor
 from benchmarks.planted_spreads import ELSEWHERE, NAMED, copied, examine, faults, root
 from tests.tools.prove.renew import read
 from tests.tools.prove.test_spread import RANKS, SIZES, along, anything, check, describes, hold, some_spread, whole_of
+from tests.tools.prove.test_typing import HALF, T48, node, typing
 from tools.dryrun.collectives import attributes_of, generated_groups
-from tools.dryrun.graph_text import Node
+from tools.dryrun.graph_text import Node, read_graph
 from tools.prove import moves, tokens
 from tools.prove.call import Call, Order, is_only_averaged
 from tools.prove.moves import reduce_mean
-from tools.prove.report import prove_rank, ranks_of, typing_of
+from tools.prove.report import prove_rank, ranks_of, type_stages, typing_of
 from tools.prove.rules import RULES
 from tools.prove.spread import Alike, Contradiction, NotKnown, Rows, Spread, plain
 
@@ -182,17 +184,168 @@ def test_the_order_of_ranks_matters_unless_their_pieces_are_only_averaged():
     result, graph, mesh, peers = STEP
     own, made = ranks_of(result, mesh.devices), generated_groups(graph)
     tried = Counter()
-    for number, node in enumerate(root(graph)):
-        averaged = node.op == "AllGather" and is_only_averaged(root(graph), number)
-        if node.op != "AllGather" or tried[averaged] == 4:
+    for number, each in enumerate(root(graph)):
+        averaged = each.op == "AllGather" and is_only_averaged(root(graph), number)
+        if each.op != "AllGather" or tried[averaged] == 4:
             continue
         tried[averaged] += 1
-        name = str(attributes_of(node.text)["group"])
+        name = str(attributes_of(each.text)["group"])
         ranks = own(name) or made[name]
         faulty = copied(graph)
-        root(faulty)[number].text = node.text.replace(f'"{name}"', '"reversed"')
+        root(faulty)[number].text = each.text.replace(f'"{name}"', '"reversed"')
         other = {**result, "groups": [*result["groups"], ("reversed", ranks[::-1])]}
         stage = prove_rank(other, typing_of(other, faulty, mesh, peers), {})
-        assert bool(stage.contradictions) != averaged, node.scope
+        assert bool(stage.contradictions) != averaged, each.scope
         assert not averaged or {weight.verdict for weight in stage.weights} == {"proven"}
     assert tried == {True: 3, False: 4}
+
+
+def told_of(plant):
+    """Return the operators that are refused in the step with a fault, and why."""
+    result, graph, mesh, peers = STEP
+    faulty, *others = (copied(each) for each in (graph, *peers.values()))
+    plant([faulty, *others], Compiled(*STEP).known)
+    return prove_rank(result, typing_of(result, faulty, mesh, dict(zip(peers, others, strict=True))), {}).contradictions
+
+
+def test_values_that_are_scaled_differently_are_said_to_be_too_large_also_if_both_are_partial_sums():
+    """The embedding's gradients by its two uses: that of the loss without the division by the devices is too large."""
+    places, plant = faults(STEP[1], STEP[3])["the division by the devices left out"]
+    told = told_of(lambda graphs, known: plant(graphs, places[0], known))
+    told = [each for each in told if "are scaled differently" in each]
+    assert told and all("an argument is too large since ReduceScatter " in each for each in told), told
+
+
+def test_a_sum_over_other_ranks_is_not_said_to_be_missing_where_pieces_are_added():
+    """The gradient of the experts, which are cut over tp, is rightly a partial sum over dp in front of the fault."""
+    told = told_of(experts_over_tensor)
+    assert any("adds different pieces; an argument comes from GroupedMatmul " in each for each in told), told
+    assert not any("is a partial sum" in each for each in told)
+
+
+ONE = "<Tensor[Float32], ()>"
+BALANCE = "Gradients/Default/Router/Grad_AllReduce"
+
+
+def of_balancing_losses(tmp_path, starts, divided, other="TensorMove(%1)"):
+    """Return what is proven of the backward pass of a sum of balancing losses in a graph that the step calls.
+
+    Args:
+        starts: how the step makes the gradient. divided: where the losses' mean divides by the ranks. other: what is
+            added to the gradient.
+    """
+    half, kept = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))", "TensorMove({})"
+    scope = "Gradients/Default/Router/Grad_RealDiv"
+    root = [
+        node(0, starts, ONE, ONE, "Gradients/Default/Grad__VirtualDiv"),
+        node(1, (half if divided == "caller" else kept).format("%0"), ONE, ONE, scope),
+        node(2, other, ONE, ONE, "Gradients/Default"),
+        node(3, "call @2_Outer(%1, %2)", f"{ONE}, {ONE}", ONE),
+    ]
+    outer = [node(0, "call @1_Back(%para21_dout, %para22_other)", f"{ONE}, {ONE}", ONE)]
+    back = [
+        node(0, (half if divided == "here" else kept).format("%para11_dout"), ONE, ONE, scope),
+        node(1, (half if divided == "here" else kept).format("%para12_other"), ONE, ONE, "Gradients/Default/Other"),
+        node(2, "Add(%0, %1)", f"{ONE}, {ONE}", ONE),
+        node(3, 'AllReduce(%2) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE, BALANCE),
+    ]
+    text = f"# IR entry: @0_Step\nsubgraph @1_Back(%para11_dout, %para12_other) {{\n{''.join(back)}}}\n"
+    text += f"subgraph @2_Outer(%para21_dout, %para22_other) {{\n{''.join(outer)}}}\n"
+    text += f"subgraph @0_Step(%para1_inputs0) {{\n{''.join(root)}}}\n"
+    file = tmp_path / "balance.ir"
+    file.write_text(text, encoding="utf-8")
+    own = typing(read_graph(file), {("backward", ()): Spread((), powers=(("dp", -1),))})
+    return own.of(3)
+
+
+DEVICES = "PrimFunc_RealDiv(%para1_scale, Tensor(shape=[], dtype=Float32, value=2))"
+RECEIVED = "Receive(%para1_scale)"
+
+
+def test_a_sum_of_balancing_losses_is_a_mean_also_where_a_graph_is_called(tmp_path):
+    assert of_balancing_losses(tmp_path, DEVICES, "caller") == plain(())
+    for other in ("TensorMove(%1)", "TensorMove(%0)"):  # the second gradient is not divided
+        wrong = of_balancing_losses(tmp_path, DEVICES, "nowhere" if other.endswith("1)") else "caller", other)
+        assert wrong.contradicts
+        assert wrong.why.endswith("balancing losses of 2 ranks are summed, but not divided by 2")
+    for starts, divided, other in (
+        (RECEIVED, "nowhere", "TensorMove(%1)"),
+        ("TensorMove(%para1_scale)", "nowhere", "TensorMove(%1)"),
+        (DEVICES, "caller", RECEIVED),
+    ):
+        unknown = of_balancing_losses(tmp_path, starts, divided, other)
+        assert not unknown.contradicts and "nothing here divides the losses of 2 ranks" in unknown.why
+
+
+TWO_ONES = "<Tuple[Tensor[Float32]*2], TupleShape((), ())>"
+
+
+def balance_stage(tmp_path, name, starts, divided, called=False):
+    """Return a stage that sends a gradient of one number back, and sums it over the ranks as a router does.
+
+    Args:
+        starts: how the stage gets the gradient. divided: whether it divides what it sends and sums, as a router does.
+        called: whether the number that is sent is a member of the tuple that a called graph returns, which returns
+            beside it a number that the graph divides.
+    """
+    over = "Gradients/Default/Router/Grad_RealDiv"
+    root = [
+        node(0, starts, ONE, ONE, "Gradients/Default/Grad__VirtualDiv"),
+        node(1, HALF.format("%0") if divided else "TensorMove(%0)", ONE, ONE, over),
+        node(2, "call @1_Back(%1)", ONE, TWO_ONES),
+        node(3, "TupleGetItem(%2, I64(0))" if called else "TensorMove(%1)", TWO_ONES if called else ONE, ONE),
+        node(4, "Send(%3)", ONE, ONE, "Gradients/Default/Send"),
+        node(5, 'AllReduce(%1) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE, BALANCE),
+    ]
+    back = [
+        node(0, HALF.format("%para11_dout"), ONE, ONE, over),
+        node(1, "MakeTuple(%para11_dout, %0)", f"{ONE}, {ONE}", TWO_ONES),
+    ]
+    text = f"# IR entry: @0_Step\nsubgraph @1_Back(%para11_dout) {{\n{''.join(back)}}}\n"
+    text += f"subgraph @0_Step(%para1_inputs0) {{\n{''.join(root)}}}\n"
+    file = tmp_path / f"{name}.ir"
+    file.write_text(text, encoding="utf-8")
+    return read_graph(file)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("sends_divided", [False, True])
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_stage_knows_whether_the_next_one_has_divided_the_gradient_of_the_balancing_losses(
+    tmp_path, called, middle, sends_divided, divided
+):
+    last = balance_stage(tmp_path, "last", DEVICES, sends_divided, called)
+    between = [balance_stage(tmp_path, "middle", RECEIVED, False, called)] if middle else []
+    first = balance_stage(tmp_path, "first", RECEIVED, divided, called)
+    make = [lambda received, read=read: typing(read, received) for read in (first, *between, last)]
+    found = type_stages(make)[0][0].of(5)
+    if divided:
+        assert found == plain(())
+    else:
+        assert found.contradicts == (not sends_divided)
+        assert "losses of 2 ranks" in found.why
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_a_received_activation_or_its_gradient_is_no_undivided_gradient_of_the_balancing_losses(tmp_path, passes):
+    """A stage multiplies the divided gradient by a number that it computes from an activation; the graph is right."""
+    way = "Default" if passes == "forward" else "Gradients/Default"
+    sends = [node(0, "Load(%para1_inputs0, UMonad[U])", T48, T48), node(1, "Send(%0)", T48, T48, way)]
+    sums = [
+        node(0, "Receive(%para1_inputs0)", T48, T48, way),
+        node(1, "PrimFunc_SumExt(%0, None, Bool(0), None)", T48, ONE),
+        node(2, 'AllReduce(%1) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE),
+        node(3, DEVICES, ONE, ONE, "Gradients/Default/Grad__VirtualDiv"),
+        node(4, HALF.format("%3"), ONE, ONE, "Gradients/Default/Router/Grad_RealDiv"),
+        node(5, "PrimFunc_Mul(%4, %2)", f"{ONE}, {ONE}", ONE, "Gradients/Default/Router/Grad_Mul"),
+        node(6, 'AllReduce(%5) primitive_attrs: {group: "dp", op: "sum"}', ONE, ONE, BALANCE),
+    ]
+    read = []
+    for lines in (sends, sums):
+        text = f"# IR entry: @0_Step\nsubgraph @0_Step(%para1_inputs0) {{\n{''.join(lines)}}}\n"
+        (tmp_path / "step.ir").write_text(text, encoding="utf-8")
+        read.append(read_graph(tmp_path / "step.ir"))
+    make = [lambda received, each=each: typing(each, received) for each in read]
+    last = type_stages(make)[0][1].of(6)
+    assert not last.contradicts and "nothing here divides the losses of 2 ranks" in last.why
