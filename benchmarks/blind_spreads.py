@@ -6,8 +6,9 @@ prove`.
 RECIPE is compiled as by `tc3 prove`; graphs in the cache are used again. Each fault is one that people make when they
 write a sharded layer, a loss or an optimizer by hand, and is an edit of the graph on every rank; `planted_spreads.py`
 has the faults by the rules' own author. For each fault the program prints a line with the report on the step: a
-violation at the fault or of exactly one weight (`named`), a violation at another place (`elsewhere`), only unknown
-weights (`unknown only`), or nothing (`silent`). A fault for which a graph has no place has no line.
+violation that names an operator at the fault, or only the one weight whose gradient is wrong (`named`), a violation at
+another place (`elsewhere`), only unknown weights (`unknown only`), or nothing (`silent`). A fault for which a graph has
+no place has no line.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.planted_spreads import (
     handed_on,
     in_step,
     names,
+    of_one_weight,
     operators_at,
     ranks_at,
     root,
@@ -41,7 +43,7 @@ from benchmarks.planted_spreads import (
 from plugins.errors import TC3Error
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.compiles import compile_all, text_of
-from tools.dryrun.gradients import judge_gradients
+from tools.dryrun.gradients import WRONG, judge_gradients
 from tools.dryrun.graph_text import GraphText, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
@@ -447,8 +449,9 @@ class Steps:
 
 def said(report: Mapping[str, Any], operators: set[str]) -> str:
     """Return the word for what a report says of a fault at some operators."""
-    if report["problems"]:
-        return NAMED if names(report["problems"], operators) else ELSEWHERE
+    if problems := report["problems"]:
+        wrong = [own["name"] for stage in report["stages"] for own in stage["weights"] if own["verdict"] == WRONG]
+        return NAMED if names(problems, operators) or of_one_weight(problems, wrong) else ELSEWHERE
     return DOUBTED if report["proven"] < report["weights"] else SILENT
 
 

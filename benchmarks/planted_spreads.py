@@ -5,9 +5,9 @@ prove`.
 
 RECIPE must have no pipeline. It is compiled as by `tc3 prove`; graphs in the cache are used again. Each kind of fault
 is planted at up to N places of the graph, one at a time, on every rank alike. A line for each kind says how often the
-report names the operator of the fault or an operator directly before or behind it (`named`), how often a violation is
-reported somewhere else (`elsewhere`), how often weights become unknown and nothing is called wrong, and how often
-nothing is said.
+report names the operator of the fault, an operator directly before or behind it, or only the one weight whose gradient
+is wrong (`named`), how often a violation is reported somewhere else (`elsewhere`), how often weights become unknown and
+nothing is called wrong, and how often nothing is said.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import click
 from plugins.errors import TC3Error
 from tools.dryrun.collectives import attributes_of, generated_groups
 from tools.dryrun.compiles import compile_all, text_of
-from tools.dryrun.gradients import judge_gradients
+from tools.dryrun.gradients import WRONG, judge_gradients
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, read_graph
 from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.report import norm_report
@@ -311,11 +311,12 @@ def outcome(
     copies = {name: found["copies"] for name, found in result["gradients"].items() if "copies" in found}
     judged = {**result, "gradients": judge_gradients(graph, known, copies, result["rank"])}
     stage = prove_rank(judged, typing_of(judged, graph, mesh, peers), {})
-    wrong = [weight for weight in stage.weights if weight.verdict == "wrong"]
+    wrong = [weight for weight in stage.weights if weight.verdict == WRONG]
     if wrong or stage.contradictions:
-        reported = stage.contradictions + [weight.why for weight in wrong]
+        reported = stage.contradictions + [f"{weight.name}: {weight.why}" for weight in wrong]
         operators = set[str]().union(*(operators_at(graph, place) for place in places))
-        return NAMED if names(reported, operators) else ELSEWHERE
+        sure = names(reported, operators) or of_one_weight(reported, [weight.name for weight in wrong])
+        return NAMED if sure else ELSEWHERE
     norms = [norm_report([each], mesh.devices)["once"] for each in (judged, result)]
     if norms[0] < norms[1]:  # `tc3 prove` prints that the global norm counts fewer weights once
         return ELSEWHERE
@@ -341,6 +342,11 @@ def operators_at(graph: GraphText, place: int) -> set[str]:
 def names(texts: Sequence[str], operators: set[str]) -> bool:
     """Return whether texts of a report name one of some operators."""
     return any(operators & set(re.findall(r"\w+ %\d+", text)) for text in texts)
+
+
+def of_one_weight(texts: Sequence[str], wrong: Sequence[str]) -> bool:
+    """Return whether texts of a report speak only of the gradient of one weight, which the report calls wrong."""
+    return len(set(wrong)) == 1 and all(f"{wrong[0]}: " in text for text in texts)
 
 
 def copied(graph: GraphText) -> GraphText:

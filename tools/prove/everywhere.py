@@ -26,7 +26,7 @@ from tools.prove.spread import Certain, Contradiction, Dim, NotKnown, Spread, ex
 from tools.prove.typing import Typing
 
 DEPTH = 4  # loose pieces, one after another, whose places are tried
-PLACES = 4  # places of one piece; a value with more stays unknown
+PLACES = 12  # places of one piece; a value with more stays unknown
 TRIED = 64  # typings of a graph, each with other places
 # graph and operator -> the dimensions of its result, and the axes whose pieces these dimensions place
 Settled = Mapping[tuple[str, int], tuple[tuple[Dim, ...], frozenset[str]]]

@@ -11,7 +11,18 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.blind_spreads import FAULTS, Compiled, Steps, load_undivided, said
-from benchmarks.planted_spreads import DOUBTED, ELSEWHERE, NAMED, SILENT, copied, examine, faults, handed_on, root
+from benchmarks.planted_spreads import (
+    DOUBTED,
+    ELSEWHERE,
+    NAMED,
+    SILENT,
+    copied,
+    examine,
+    faults,
+    handed_on,
+    of_one_weight,
+    root,
+)
 from tests.tools.prove.renew import HERE, read
 from tests.tools.prove.test_spread import SIZES
 from tools.dryrun import cli as dryrun
@@ -316,3 +327,10 @@ def test_where_the_compiled_rank_lies_is_taken_off():
     graph.graphs[graph.root][number].head, third.head = third.head, third.head.replace("1024", "2048")
     at_second = Peers(graph, {"tp": peers["tp"]}, Mesh({"tp": 1}, {"tp": 4}), 1)
     assert at_second.offsets(graph.root, number) == {(1, 0): (0, {"tp": 1024})}
+
+
+def test_a_report_on_one_weight_names_it():
+    texts = ["rank 0 (stage 0): a.weight: its gradient", "a.weight: its copy"]
+    assert of_one_weight(texts, ["a.weight", "a.weight"])
+    assert not of_one_weight(texts, ["a.weight", "b.weight"]) and not of_one_weight(texts, [])
+    assert not of_one_weight([*texts, "SiLU %3 (layers.py:1): the operator is not linear"], ["a.weight"])
