@@ -5,10 +5,8 @@ prove`.
 
 RECIPE is compiled as by `tc3 prove`; graphs in the cache are used again. Each fault is one that people make when they
 write a sharded layer, a loss or an optimizer by hand, and is an edit of the graph on every rank; `planted_spreads.py`
-has the faults by the rules' own author. For each fault the program prints a line with the report on the step: a
-violation that names an operator at the fault, or only the one weight whose gradient is wrong (`named`), a violation at
-another place (`elsewhere`), only unknown weights (`unknown only`), or nothing (`silent`). A fault for which a graph has
-no place has no line.
+has the faults by the rules' own author, and says what `named`, `elsewhere`, `unknown only` and `silent` mean. A line is
+printed for each fault for which a graph has a place.
 """
 
 from __future__ import annotations
@@ -482,12 +480,11 @@ def compiled(recipe: Path, overrides: Sequence[str], quick: bool) -> Steps:
 def main(recipe: Path, quick: bool, overrides: tuple[str, ...], why: bool) -> None:
     """Plant each fault in the compiled graphs of RECIPE; the exit code is 1 if one is silent."""
     try:
-        steps = compiled(recipe, overrides, quick)
+        steps, silent = compiled(recipe, overrides, quick), False
     except TC3Error as error:
         raise click.UsageError(str(error)) from None
     sound = steps.report()
     click.echo(f"Without a fault: {sound['proven']} of {sound['weights']} proven.\n\n| fault | said |\n|---|---|")
-    silent = False
     for fault in FAULTS:
         for operators, faulty in steps.faulty(fault):
             report = faulty.report()
