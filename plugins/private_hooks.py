@@ -78,14 +78,6 @@ def steps_before(params: Any) -> int:
     return monitor.initial_step or 0
 
 
-def all_steps(params: Any) -> int:
-    """Return the number of training steps of the whole run, as MFLossMonitor counts them."""
-    from mindformers.core.callback.callback import MFLossMonitor
-
-    monitor = next(each for each in params.list_callback if isinstance(each, MFLossMonitor))
-    return (monitor.origin_epochs or 0) * (monitor.steps_per_epoch or 0)
-
-
 def train_step(params: Any) -> Any:
     """Return the train step (the cell with optimizer and loss scale) from `params`, which `run_context.original_args()`
     gives to a callback.

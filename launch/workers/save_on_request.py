@@ -18,7 +18,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from launch.workers.leave_request import VARIABLE, agree, requested
-from plugins.private_hooks import all_steps, relies_on, steps_before
+from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from tools.runs.attempts import ASKED, SAVED
 
@@ -55,8 +55,8 @@ def _heeding(monitor: Any, file: Path) -> Any:
 
         def _heed(self, params):
             step, wanted = self._append_step_num + params.cur_step_num, requested(file)
-            if wanted is None or step < wanted or steps_before(params) + params.cur_step_num == all_steps(params):
-                return  # after the last step the run saves and evaluates, and ends by itself
+            if wanted is None or step < wanted:
+                return
             self.answered = True
             if step > wanted or not agree(file.parent, get_real_rank(), get_real_group_size()):
                 click.echo(f"{ASKED} at step {wanted}: not all ranks knew in time; training goes on", err=True)

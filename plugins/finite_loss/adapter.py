@@ -144,19 +144,8 @@ def _withholding(watch, end):
     """
 
     class FiniteCheckpointMonitor(SealingCheckpointMonitor):
-        withheld = False  # in this step
-        _last_triggered_step: Any  # of MindFormers: where it saved last
-
-        def step_end(self, run_context):
-            """Save as MindFormers does; a save that is withheld stays due until a step is finite again."""
-            before, self.withheld = self._last_triggered_step, False
-            super().step_end(run_context)
-            if self.withheld:
-                self._last_triggered_step = before
-
         def _save_megatron_ckpt_file_format(self, cb_params):
-            self.withheld = _anywhere(bool(watch.run), watch.stop_after)
-            if not self.withheld:
+            if not _anywhere(bool(watch.run), watch.stop_after):
                 super()._save_megatron_ckpt_file_format(cb_params)
 
         def write_seal(self, folder, expected):

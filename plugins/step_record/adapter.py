@@ -177,8 +177,10 @@ def _recording(monitor: Any, record: Record):
             self._record(self.params)
 
         def __exit__(self, kind, *error):
-            """Write the line of the last step if a save on request ends the run after it."""
-            if kind is SystemExit:
+            """Write the line of the last step if a save on request, or weights that are not finite, end the run after
+            it.
+            """
+            if kind is not None and issubclass(kind, (SystemExit, StoppedError)) and record.line is not None:
                 record.complete(self.params)
             return super().__exit__(kind, *error)
 

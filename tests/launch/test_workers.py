@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,23 +25,18 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindformers import MindFormerConfig
-from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.core.optim import muon
 from mindformers.tools.register import MindFormerRegister
 from mindspore import nn
 
 from launch.run.msrun import ROOT
-from launch.workers import save_on_request
 from launch.workers.backends import Ascend, Cpu, ShardedCpu, backend_of
 from launch.workers.leave_request import DECISION, FILE, FOLDER, SAVE, agree, environment, request, requested, saved_at
 from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
 from launch.workers.unrounded import UnroundedAttention, UnroundedMuon
 from plugins.cpu_backend.attention import Unrounded
-from plugins.sealed_checkpoint import plan
-from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from tests.crashes import deaths
 from tests.plugins.cpu_backend.test_layers import of_mindformers
-from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives
 from tests.plugins.sinking import fetching
 
@@ -293,20 +287,6 @@ def test_all_ranks_save_at_the_step_and_leave(attempt, ranks):
     (attempt / FILE).write_text('{"step": 3}')
     assert World(attempt, ranks, patience=600).run() == ["step 1", "step 2", "step 3", "save 3"]
     assert saved_at(attempt) == 3
-
-
-@pytest.mark.parametrize(("wanted", "leaves"), [(3, True), (4, False)], ids=["a step before the last", "the last"])
-def test_a_request_for_the_last_step_lets_the_run_end_by_itself(attempt, tmp_path, wanted, leaves):
-    """The run left after its last step, which nothing is trained after, so its last evaluation was never made."""
-    (attempt / FILE).write_text(json.dumps({"step": wanted + 10}))
-    saving = Run(tmp_path / "saves", save_on_request._heeding(SealingCheckpointMonitor, attempt / FILE))
-    saving.monitor._append_step_num = 10
-    saving.params.list_callback += [MFLossMonitor(origin_epochs=2, dataset_size=7, initial_step=10, learning_rate=0.1)]
-    with pytest.raises(SystemExit) if leaves else nullcontext():
-        saving.step(wanted)
-    assert saved_at(attempt) == (13 if leaves else None)
-    saving.end()
-    assert plan.fault(tmp_path / "saves" / f"iteration_{wanted + 10:08d}") is None
 
 
 @pytest.mark.parametrize("late", [(0,), (2,), (0, 1)])

@@ -150,17 +150,6 @@ def test_a_step_that_is_not_finite_is_not_saved_and_the_next_is(saving, watch, t
     assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["1", "3"]
 
 
-def test_a_save_that_is_withheld_is_made_at_the_first_step_that_is_finite_again(tmp_path, watch):
-    """The run waited for a whole interval, and would have lost two at its next failure."""
-    saving = Run(tmp_path, adapter._withholding(watch, adapter.end), save_checkpoint_steps=4)
-    for number in range(1, 12):
-        watch.run.clear()
-        if number in (4, 5):
-            watch.run.append((number, "loss is NaN"))
-        saving.step(number)
-    assert [int(path.name[-2:]) for path in sorted(tmp_path.glob("iteration_*"))] == [6, 10]
-
-
 def test_weights_that_an_update_spoils_are_not_sealed(saving, tmp_path):
     saving.step(1)
     weight = saving.params.network.network.weight
@@ -264,7 +253,7 @@ def test_a_recipe_without_a_loss_monitor_gets_one(plugins, named, monkeypatch, t
     """Without finite_loss, too: metrics and the record of steps are written in it."""
     kind, model = MindFormerModuleType.CALLBACK, {"model_config": {}}
     monkeypatch.setitem(MindFormerRegister.registry, kind, dict(MindFormerRegister.registry[kind]))
-    for name in ("run_dir", "skip", "skipped"):
+    for name in ("run_dir", "skipped"):
         monkeypatch.setattr(SealingCheckpointMonitor, name, getattr(SealingCheckpointMonitor, name))
     config = MindFormerConfig(callbacks=named or None, model=model, plugins=plugins, output_dir=str(tmp_path))
     enable_plugins(config)

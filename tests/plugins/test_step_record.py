@@ -152,16 +152,20 @@ def test_a_step_without_an_update_says_so_and_has_no_gradient(tmp_path, monkeypa
     assert "skipped" not in made and made["weights"]["w"]["gradient"] > 0
 
 
-@pytest.mark.parametrize("ended", [StoppedError, SystemExit], ids=["not finite", "saved on request"])
-def test_the_line_of_the_step_that_ends_the_run_is_written(tmp_path, monkeypatch, ended):
+@pytest.mark.parametrize(
+    ("ended", "own"),
+    [(StoppedError, True), (SystemExit, False), (StoppedError, False)],
+    ids=["not finite", "saved on request", "not finite in a save"],
+)
+def test_the_line_of_the_step_that_ends_the_run_is_written(tmp_path, monkeypatch, ended, own):
     from plugins.step_record import adapter
 
     class Monitor(Callback):
         initial_step = 0
 
         def on_train_step_end(self, run_context):
-            if ended is StoppedError:
-                raise StoppedError("step 1: loss is NaN")
+            if own:
+                raise ended("step 1: loss is NaN")
 
     arrays = {name: np.full(8, np.nan, np.float32) for name in ("w", "adam_m.w", "adam_v.w")}
     step = SimpleNamespace(optimizer=SimpleNamespace(parameters=[SimpleNamespace(name="w")], global_step=Counter(0)))
@@ -175,7 +179,7 @@ def test_the_line_of_the_step_that_ends_the_run_is_written(tmp_path, monkeypatch
         callbacks.on_train_begin(context)
         step.optimizer.global_step = Counter(1)
         callbacks.on_train_step_end(context)
-        raise SystemExit(0)
+        raise ended("by another callback")
     _, line = map(json.loads, record_file(tmp_path, 0).read_text().splitlines())
     assert (line["step"], line["updates"]) == (1, 1) and "w" in line["weights"]
 

@@ -308,7 +308,7 @@ def ep_report(
         try:
             of_degree = _of_degree(changed, degree) if degree else changed
             modes, cuts = choices(of_degree, devices)
-            other = degree if degree != View(changed).ep else None
+            other = degree if degree != View(loaded).ep else None
             found = advise(of_degree, devices, asked, modes, cuts, planned=planned)
             advices.append(replace(found, other_ep=other))
         except RecipeError as error:

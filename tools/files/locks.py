@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -94,11 +95,12 @@ def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: o
                 folder.rmdir()
 
 
-def _remove_own(path: Path, lock: TextIO, kind: type[BaseException] | None, *error: object) -> None:
+def _remove_own(path: Path, lock: TextIO, together: bool, kind: type[BaseException] | None, *error: object) -> None:
     """After a failed start, remove the file of a lock, unless other commands hold the lock together with this one."""
     if kind is not None:
         with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if together:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
 
 
@@ -116,6 +118,20 @@ def _opened(path: Path) -> TextIO:
     raise AssertionError("unreachable: the last attempt to open a lock file returns the file or raises an error")
 
 
+def _take(lock: TextIO, together: bool) -> None:
+    """Lock an open file. A lock that is held together is tried a few times: a start that fails locks the file alone for
+    a moment, to remove it.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not (left and together and not _who(lock)):
+                raise
+            time.sleep(0.01)
+
+
 def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
     """Take the lock of a folder, write into the lock file which process holds it, and release the lock when `held`
     closes; if the start fails, remove the file.
@@ -123,7 +139,7 @@ def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
     path = folder / LOCK
     lock = held.enter_context(_opened(path))
     try:
-        fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        _take(lock, together)
     except BlockingIOError:
         raise busy(folder, _who(lock)) from None
     except OSError as error:
@@ -138,7 +154,7 @@ def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
         _lock(folder, held, busy, together)  # a start that failed has removed the file between our opening and locking
         return
     lock.truncate(0)
-    held.push(partial(_remove_own, path, lock))
+    held.push(partial(_remove_own, path, lock, together))
     if together:
         return
     lock.write(f"{os.getpid()} {socket.gethostname()}")

@@ -246,10 +246,8 @@ class _Late(ModuleType):
     """A `_Late` stands for a module, which it imports when something of the module is used."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and (self.__name__, name) != (
-            LATE[0],
-            "__path__",
-        ):  # of which another part is imported
+        # an import of datasets.distributed asks for the path of datasets, which imports the package itself
+        if name.startswith("__") and not (self.__name__ == LATE[0] and name == "__path__"):
             raise AttributeError(name)
         _remove_late()
         return getattr(importlib.import_module(self.__name__), name)

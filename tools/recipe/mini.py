@@ -171,7 +171,7 @@ def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
         if model.get(key):
             model[key] = max(32, round(model["hidden_size"] * model[key] / hidden / 32) * 32)
-    if routed and shared and shared % routed == 0:  # several shared experts are as wide as as many routed ones
+    if routed and shared and shared % routed == 0:  # n shared experts together are n times as wide as a routed one
         model["moe_shared_expert_intermediate_size"] = shared // routed * model["moe_intermediate_size"]
     if model.get("n_routed_experts"):
         model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
@@ -229,16 +229,21 @@ def _shrink_router(model: dict[str, Any]) -> None:
     groups divide the experts, a token's groups divide its experts, and each group has enough experts for a token.
     """
     experts, chosen = model["n_routed_experts"], model["num_experts_per_tok"]
-    for groups, limit in (("n_group", "topk_group"), ("moe_router_num_groups", "moe_router_group_topk")):
-        most, largest = model.get(groups) or 0, model.get(limit) or 0
-        if most > 1 and largest:
-            limited = largest < most
-            model[groups], model[limit] = max(
-                (group, few)
-                for group in range(1, most + 1)
-                for few in range(1, min(largest, max(group - limited, 1)) + 1)
-                if experts % group == 0 and chosen % few == 0 and experts // group >= chosen // few
-            )
+    # MindFormers knows each of the two numbers under either name
+    groups = next((name for name in ("n_group", "moe_router_num_groups") if model.get(name)), "")
+    limit = next((name for name in ("topk_group", "moe_router_group_topk") if model.get(name)), "")
+    if not groups or not limit or (most := model[groups]) <= 1:
+        return
+    limited = model[limit] < most
+    model[groups], model[limit] = max(
+        (
+            (group, few)
+            for group in range(1, most + 1)
+            for few in range(1, min(model[limit], max(group - limited, 1)) + 1)
+            if experts % group == 0 and chosen % few == 0 and experts // group >= chosen // few
+        ),
+        default=(most, model[limit]),  # tc3 check says what is wrong with them
+    )
 
 
 def compute_on_cpu(model: dict[str, Any]) -> None:

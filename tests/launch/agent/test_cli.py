@@ -1,8 +1,10 @@
 """`tc3 agent`: which node this is, which hosts train, what the agent is given, what Slurm and Volcano are."""
 
+import fcntl
 import json
 import shutil
 import socket
+import threading
 from dataclasses import replace
 
 import click
@@ -16,6 +18,7 @@ from launch.run import preflight
 from launch.run.supervise import Outcome
 from plugins.errors import CheckpointError, ClusterError
 from tools.doctor import probe as run
+from tools.files.locks import LOCK
 from tools.runs.attempts import Plan, Verdict, folder_of, write
 
 
@@ -182,6 +185,17 @@ def test_agents_share_the_run_and_tc3_train_is_kept_out(tmp_path):
             pass
     with alone(), pytest.raises(ClusterError, match=r"in progress in this folder .pid \d+"), together():
         pass
+
+
+def test_an_agent_waits_while_one_that_was_refused_removes_the_lock(tmp_path):
+    """It said that a run is in progress, and left."""
+    held = (tmp_path / LOCK).open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    timer = threading.Timer(0.1, held.close)
+    timer.start()
+    with preflight.only_run_in(tmp_path, together=True):
+        assert held.closed
+    timer.join()
 
 
 @pytest.mark.parametrize("name", ["node7", "node7.cluster.example", "10.1.2.3"])

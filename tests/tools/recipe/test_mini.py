@@ -20,6 +20,7 @@ from plugins.errors import RecipeError
 from tests.forks import forked_compiles
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
+from tools.recipe import mini as shrinking
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import BATCH, CONVERSATIONS, derive_mini, load_mini, shrink_model
@@ -215,6 +216,25 @@ def test_a_router_of_groups_shrinks_to_one_that_mindformers_builds(groups, worke
     assert check_recipe(mini).errors == []
     small = mini["model"]["model_config"]
     assert 1 <= small["topk_group"] < small["n_group"] <= groups[0], "a token is still limited to some groups"
+
+
+@pytest.mark.parametrize("names", [("n_group", "moe_router_group_topk"), ("moe_router_num_groups", "topk_group")])
+def test_the_numbers_of_groups_shrink_under_either_name(names):
+    model = {"n_routed_experts": 8, "num_experts_per_tok": 4, names[0]: 8, names[1]: 3}
+    shrinking._shrink_router(model)
+    assert (
+        1 <= model[names[1]] < model[names[0]]
+        and 4 % model[names[1]] == 0
+        and 8 // model[names[0]] >= 4 // model[names[1]]
+    )
+
+
+def test_groups_that_no_router_can_have_are_left_to_check(tmp_path):
+    """A traceback ended `--mini`."""
+    sizes = {"n_routed_experts": 2, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1}
+    child = {"base_config": str(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml"), "model": {"model_config": sizes}}
+    dump_recipe(Recipe(child), tmp_path / "recipe.yaml")
+    assert check_recipe(load_mini(tmp_path / "recipe.yaml")).errors
 
 
 def test_shared_experts_stay_as_wide_as_so_many_routed_ones():
