@@ -138,7 +138,7 @@ def test_an_hour_that_did_not_come_so_far_has_no_cluster_and_no_memory(tmp_path)
     found = read_bundle(tmp_path / "b.zip")
     assert measured_memory(found) is None
     assert memory_in_words(found) == "memory is as modelled: the bundle has no measured memory"
-    with pytest.raises(DataError, match="the check calibrate gave no result"):
+    with pytest.raises(DataError, match="the check `calibrate` gave no result"):
         measured_cluster(found)
     with pytest.raises(DataError, match="a card may claim only measured results"):
         _ = found.claim
