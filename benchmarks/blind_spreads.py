@@ -431,7 +431,7 @@ class Steps:
                 graphs = [replace(each, root=name) for each in unspoilt]
                 try:
                     at = fault(graphs, own.known)
-                except LookupError:  # a fault without a place in a subgraph leaves it as it is
+                except LookupError:  # the fault found no place, and has changed nothing
                     continue
                 unspoilt = []
                 operators = operators_at(graphs[0], at)

@@ -81,7 +81,7 @@ class Agent:
         learn_steps(self.limits, Follower(metrics).new_records())
         self.last: tuple[int, Verdict] | None = None
         self.leaving = False  # a signal has told us to
-        self.refused = False  # before anything was started, in a run of this host alone
+        self.refused = False  # whether a run of only this host was refused before it started anything
 
     def run(self, number: int) -> Outcome:
         """Take part in the run from attempt `number` on, until the run is done or given up, or a signal makes this

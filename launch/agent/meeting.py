@@ -240,8 +240,8 @@ class Meeting:
         self._publish(number, VERDICT, text_of(verdict))
 
     def withdraw(self, number: int) -> None:
-        """Remove the folder of an attempt that was refused before it had a plan. Call this only in a run of this host
-        alone, because other hosts would read the verdict in this folder.
+        """Remove the folder of an attempt that was refused before it had a plan. Call this only in a run of a single
+        host, because other hosts would read the verdict in this folder.
         """
         self.disk.remove(folder_of(self.run_dir, number))
 

@@ -146,7 +146,7 @@ def sharded_recipe(folder, weights, **degrees):
 
 @pytest.fixture(scope="session")
 def one_process(corpus, tmp_path_factory):
-    """Converted weights, and a run that trained all of them on one process, and was killed."""
+    """Return converted weights, and the folder of a run that trained all of them on one process and was killed."""
 
     def make(folder):
         recipe = sharded_recipe(folder / "recipe", folder / "weights")

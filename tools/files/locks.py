@@ -119,8 +119,8 @@ def _opened(path: Path) -> TextIO:
 
 
 def _take(lock: TextIO, together: bool) -> None:
-    """Lock an open file. A lock that is held together is tried a few times: a start that fails locks the file alone for
-    a moment, to remove it.
+    """Lock an open file. If several commands may hold the lock at a time (`together`), try again for a second: a
+    command whose start fails takes an exclusive lock for a moment, to remove the file.
     """
     for left in reversed(range(TRIES)):
         try:

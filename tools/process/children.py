@@ -270,8 +270,8 @@ def _split_dataset_by_node(*arguments: Any, **named: Any) -> Any:
 def import_mindformers() -> None:
     """Import MindFormers without the parts of other packages that only some trainings use.
 
-    These are what `import_light_nltk` leaves out, and Hugging Face's `datasets` (with pandas, a fifth of the processor
-    time in which a worker imports MindFormers), which is imported when a loader first uses it.
+    These parts are what `import_light_nltk` leaves out, and Hugging Face's `datasets` (with pandas), which is imported
+    when a loader first uses it.
     """
     import_light_nltk()
     late = {} if LATE[0] in sys.modules or find_spec(LATE[0]) is None else {name: _Late(name) for name in LATE}

@@ -25,7 +25,7 @@ _SUM = re.compile(r"Router/(?:.*/)?Grad_AllReduce/")
 
 
 class Graph(Protocol):
-    """A `Graph` is what this module uses of a `tools.prove.typing.Typing`."""
+    """A `Graph` lists the attributes of a `Typing` (of `tools.prove.typing`) that this module uses."""
 
     graph: GraphText
     mesh: Mesh

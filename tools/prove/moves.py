@@ -102,7 +102,7 @@ def reshape(x: Spread, shape: Sequence[int], firm: bool = False, ranks_first: bo
 
 
 def _ranks_in_front(x: Spread) -> Spread:
-    """Return the pieces in front of all extents in dimension 0, if nothing else is there; their place is no guess."""
+    """Return a spread whose pieces in front of all extents are in dimension 0 for certain, if nothing else is there."""
     place = next((number for number, dim in enumerate(x.dims) if dim), 0)
     if not place:  # they are there already
         return replace(x, loose=x.loose.difference(atom for atom in x.dims[0] if isinstance(atom, str)))
