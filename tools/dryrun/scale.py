@@ -21,11 +21,11 @@ from typing import NamedTuple
 from tools.dryrun.graph_text import GraphText, Node, arguments_of, chunks_of, listed
 
 SCALED = frozenset(("Mul", "Muls", "Div", "Divs", "RealDiv"))  # a gradient times or by a number
+OVER_DEVICES = "Grad__VirtualDiv"  # the scope of the division of the loss's gradient by the number of devices
 
 _PRODUCT = ("Mul", "Muls")
 _SAME_NUMBER = frozenset(("Cast", "Depend", "ExpandDims", "Load", "Reshape", "TensorMove"))
 _LOSS_SCALE = "scale_sense"
-_OVER_DEVICES = "Grad__VirtualDiv/"
 _OF_THE_LOSS = "Gradients/"  # the scope of a backward operator
 _PARAMETER = re.compile(r"%(para\d+)_(\S+)")
 _NUMBER = re.compile(r"(?:[IFU]\d+|BF16)\(([\d.e+-]+)\)|Tensor\(.*value=\[?\s*([\d.e+-]+)\s*\]?\)")
@@ -117,7 +117,7 @@ class Numbers:
             given = (listed(node.head.rpartition("](")[2].rpartition(")")[0]) for node in calls)
             found = [self.scalar(root, text) for arguments in given for text in arguments if text.startswith("%")]
         else:
-            found = [self._loss(node) for node in nodes if _OVER_DEVICES in node.scope]
+            found = [self._loss(node) for node in nodes if OVER_DEVICES in node.scope]
         return [seed for seed in found if seed.senses]
 
     def _loss(self, node: Node) -> Scale:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tools.dryrun.graph_text import GraphText, Node, arguments_of
+from tools.dryrun.scale import OVER_DEVICES
 from tools.prove.frame import PARAMETER, Direction, Frame
 from tools.prove.mesh import Mesh
 from tools.prove.rules import divisor_of
@@ -106,7 +107,7 @@ def _way(typing: Graph, todo: list[tuple[Frame, int]], ranks: int | None) -> Way
         each = typing.graph.graphs[frame.name][number]
         if each.op == "RealDiv" and "Grad_RealDiv" in each.scope and ranks in (None, divisor_of(each)):
             found.averaged = True
-        elif each.op == "RealDiv" and "Grad__VirtualDiv" in each.scope:
+        elif each.op == "RealDiv" and OVER_DEVICES in each.scope:
             found.undivided = True
         elif each.op == "Receive":
             value = typing.received.get(typing.direction_of(each))

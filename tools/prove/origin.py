@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
+from tools.dryrun.scale import OVER_DEVICES
 from tools.prove.call import Order, Part, Value
 from tools.prove.frame import Failure, Frame, Sum
 from tools.prove.mesh import COLLECTIVES
@@ -22,7 +23,6 @@ _MOVES = frozenset(
 ) | {"MakeTuple", "TupleGetItem", "Send", "Muls", "Divs", "Neg", "MoveTo", "TensorToTuple"}
 _SUMS = frozenset(("Add", "AddExt", "AddN", "Sub", "SubExt"))
 _LIMITS = frozenset(("Minimum", "Maximum", "ReLU", "ClipByValue"))  # of indices that lie outside a table
-_DIVIDES = "Grad__VirtualDiv"  # the cell that divides the loss's gradient by the number of devices
 Place = tuple[Frame, int]  # a call of a graph, and an operator of the graph
 
 
@@ -82,7 +82,7 @@ def _undivided(typing: Typing, places: Sequence[Place]) -> str:
     every = [(place, typing.graph.graphs[place[0].name][place[1]]) for place in _way(typing, places)]
     received = any(node.op == "Receive" and typing.direction_of(node)[0] == "backward" for _, node in every)
     returned = any("◂" in name for _, node in every for name in node.calls)
-    if received or returned or any(node.op == "RealDiv" and _DIVIDES in node.scope for _, node in every):
+    if received or returned or any(node.op == "RealDiv" and OVER_DEVICES in node.scope for _, node in every):
         return ""
     back = [place for place, node in every if "Grad" in node.scope and not only_moves(node)]
     first = _named(typing, _in_order(typing, back)[:NAMED])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tools.dryrun.graph_text import Node
+from tools.dryrun.scale import OVER_DEVICES
 from tools.prove import attention, documents, experts, layers, moves, places, routed, slices, tokens
 from tools.prove.call import TABLE, Call, Order, Part, Value, rule
 from tools.prove.moves import reduce_largest, reduce_mean, reduce_sum
@@ -144,7 +145,7 @@ def _quotient(call: Call) -> Value:
     forward = call.node.op == "RealDiv" and not re.search("Gradients/|Grad_", call.node.scope)
     if forward and over and divisor_of(call.node) == math.prod(call.sizes[axis] for axis in over):
         return scaled(x, over, -1)  # of a mean over ranks, each of which divided by its own number of elements
-    if "Grad__VirtualDiv" not in call.node.scope:
+    if OVER_DEVICES not in call.node.scope:
         return divide(x, y)
     devices = math.prod(call.sizes.values())
     if divisor_of(call.node) != devices:
