@@ -209,7 +209,7 @@ class RecipeOrFirsthourCommand(RecipeOrCommand):
 
 @click.group(cls=RecipeOrFirsthourCommand, context_settings={"help_option_names": ["-h", "--help"]})
 def firsthour() -> None:
-    """Check and measure a new cluster, and say whether a training may start on it."""
+    """Check and measure a new cluster, and report whether it is ready for a training run."""
 
 
 def _tell(as_json: bool, outcome: Outcome, kept: bool) -> None:

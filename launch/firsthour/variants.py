@@ -111,8 +111,8 @@ def winner_of(variants: Sequence[Variant], seconds: Mapping[str, float | None]) 
 
 
 def write_overlay(recipe: Path, variants: Sequence[Variant], seconds: Mapping[str, float | None], file: Path) -> bool:
-    """Write an overlay, which is a recipe that has `recipe` as its base, with the fastest values. If no other value
-    than that of `recipe` is the fastest, remove the file that an earlier start wrote, and return False.
+    """Write an overlay, which is a recipe that has `recipe` as its base, with the fastest values. If the values of
+    `recipe` itself are the fastest, remove the overlay that an earlier run of this command wrote, and return False.
     """
     content: dict[str, Any] = {}
     for key in dict.fromkeys(one.key for one in variants):

@@ -45,9 +45,7 @@ def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> lis
 
 
 def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
-    """Return the number of pairs of tokens that attend to each other in one sample, counted in its block-diagonal
-    causal mask.
-    """
+    """Return the number of pairs (query, key) that the block-diagonal causal mask of one sample allows."""
     document = np.cumsum([0] + [token == end_of_document for token in tokens[:-1]])
     position = np.arange(len(tokens))
     return int(((document[:, None] == document) & (position[:, None] >= position)).sum())

@@ -45,8 +45,8 @@ class ExchangeCounts(nn.Cell):
 
     def construct(self, counts):
         """Return how many rows this rank sends to each of n members [n], receives from each member [n], and receives of
-        each of m kinds [m]. The argument `counts`, int32 [n, m], holds the number of rows that this rank sends, by
-        member and kind.
+        each of m kinds [m], such as experts. The argument `counts`, int32 [n, m], holds the number of rows that this
+        rank sends, by member and kind.
         """
         counts = ops.stop_gradient(ops.cast(counts, ms.float32))
         arriving = self.move(counts)
@@ -97,8 +97,8 @@ class Net:
         return AllToAllV(self._name(group), width, small)
 
     def exchange_counts(self, group):
-        """Return a cell that takes the counts [n, m] of rows of m kinds for n members, and returns how many rows this
-        rank sends to each member [n], receives from each member [n], and receives of each kind [m].
+        """Return a cell that takes the counts [n, m] of rows of m kinds (such as experts) for n members, and returns
+        how many rows this rank sends to each member [n], receives from each member [n], and receives of each kind [m].
         """
         return ExchangeCounts(self._name(group), len(group))
 

@@ -57,8 +57,8 @@ def newest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
-    """Return for each checkpoint, given with its step, the progress of its run: the number of trained steps or, if the
-    global batches of the checkpoints differ, the number of trained samples. Step numbers cannot be compared if the
+    """Return for each checkpoint, given with its step, how far its run had come: the number of trained steps or, if
+    the global batches of the checkpoints differ, the number of trained samples. Step numbers cannot be compared if the
     global batch changed, because MindFormers counts steps of the present batch, so that a resume with a larger batch
     continues with smaller step numbers.
     """

@@ -233,8 +233,8 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:
         raise ClusterError(
-            f"{folder}: the probe writes a file below this folder, but neither the folder nor one above it exists; "
-            "name another folder"
+            f"{folder}: the probe must write a file below this folder, but neither the folder nor any of its "
+            "parents exists; name another folder"
         )
     words = f"probing {len(seats)} worker{'s' * (len(seats) > 1)}"
     with terminate_as_interrupt(), Progressing(words, rounds) as progress, Team(seats) as team:

@@ -14,7 +14,7 @@ from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 
 EVERY_HELP = (
-    "Simulate that the experts' placement on devices is planned anew after every N steps.  [default: "
+    "In the simulation, plan the placement of the experts on devices anew every N steps.  [default: "
     "plugins.expert_balance.every, or 20]"
 )
 

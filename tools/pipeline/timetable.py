@@ -37,7 +37,7 @@ PAIR = 3  # in `Timetable.paired`
 class Timetable:
     """A `Timetable` holds the operations of a pipeline schedule as a table [levels, stages]. Each operation stands on a
     later level than the operations for which it waits. Places of the table without an operation take no time. In the
-    description of a timetable's arrays, C stands for parts x chunks x stages.
+    shapes below, C is the number of parts of a sequence times chunks times stages.
 
     A pair (a forward and a backward pass that run together) takes one place of the timetable.
 

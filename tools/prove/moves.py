@@ -253,8 +253,8 @@ def split(x: Spread, axis: int, sizes: Sequence[int]) -> list[Spread]:
 
 
 def rejoin(x: Spread, axis: int, parts: int, to: int) -> Spread:
-    """Return how a value is distributed over the ranks (its spread) after each rank has split dimension `axis` into
-    equal parts and has joined these parts along dimension `to`.
+    """Return the spread of a value (its distribution over the ranks) after each rank has split dimension `axis` into
+    equal parts and has concatenated these parts along dimension `to`.
 
     MindSpore moves pieces in this way: after a gather to the dimension to which they belong, and before a scatter to
     the first dimension.

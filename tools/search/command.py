@@ -83,8 +83,8 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search for the cluster that tc3 firsthour measured with RECIPE. The bundle's measured memory terms are "
-        "printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
+        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The bundle's measured memory terms "
+        "are printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
         "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )

@@ -23,8 +23,8 @@ margin_option = click.option(
     type=Number("margin"),
     metavar="SHARE",
     help=(
-        "Leave this share of the memory limit free, such as 0.05. The default share is the relative error that the "
-        "memory predictions had on published runs."
+        "Leave this share of the memory limit free, such as 0.05. The default is the relative error of the memory "
+        "predictions on published runs."
     ),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

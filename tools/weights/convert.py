@@ -156,7 +156,7 @@ def _as_type(bits: np.ndarray, dtype: str, plan: Plan, entry: Entry) -> np.ndarr
 
 
 def crc32(array: np.ndarray) -> int:
-    """Return the CRC-32 of an array's bits in row-major order."""
+    """Return the CRC-32 of an array's bytes, in row-major order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -172,7 +172,7 @@ def check_tokenizer(folder: Path, known: int) -> None:
     if not any(path.name.startswith(_VOCABULARY) for path in folder.iterdir() if path.is_file()):
         raise DataError(
             f"--tokenizer {folder}: the folder holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
-            "name the tokenizer of the data that the model was trained on, such as PREFIX_tokenizer of tc3 data prepare"
+            "name the folder of the training data's tokenizer, such as PREFIX_tokenizer of tc3 data prepare"
         )
     loaded = read_tokenizer("--tokenizer", folder)
     ids = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1 if loaded else 0

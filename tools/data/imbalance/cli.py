@@ -35,7 +35,7 @@ WINDOW_HELP = (
     "--recipe",
     required=True,
     type=click.Path(path_type=Path),
-    help="Take the parallel layout, and the model that sets the compute cost of a sample, from this recipe.",
+    help="Take the parallel layout and the model from this recipe; the model determines the compute cost of a sample.",
 )
 @overrides_option
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)

@@ -271,8 +271,8 @@ def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
     """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
-    add this ranking to the results. If Ctrl-C interrupts the ranking, no ranking is added, and the search counts as
-    interrupted.
+    add this ranking to the results. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
+    as interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)
