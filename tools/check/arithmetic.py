@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.batch_ramp.plan import scheduled
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.groups import SHARD, SIZES, refused_group, splits_over
 from tools.estimate.from_recipe import DEGREE, compiles_sharded_gradients, not_compiled, shards_gradients
 from tools.model import model_of
 from tools.recipe.findings import Findings
-from tools.recipe.load import KeyPath
+from tools.recipe.load import KeyPath, dotted
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
@@ -403,14 +404,17 @@ def _optimizer_shard(view: View, found: Findings) -> None:
 
 
 def _schedule(view: View, found: Findings) -> None:
-    """Check the learning-rate schedule against its own length."""
-    warmup, total = view.get(("lr_schedule", "warmup_steps")), view.get(("lr_schedule", "total_steps"))
-    if type(warmup) is int and type(total) is int and 0 < total < warmup:
-        found.error(
-            ("lr_schedule", "warmup_steps"),
-            f"the warm-up of {warmup} steps is longer than the {total} steps of the schedule",
-            "write less than total_steps",
-        )
+    """Check the warm-up of the learning rate against the steps of the schedule and of the run."""
+    key = ("lr_schedule", "warmup_steps")
+    warmup, total = view.number(key, 0), view.number(("lr_schedule", "total_steps"), 0)
+    epochs = view.number(("runner_config", "epochs"), 1)
+    trained = scheduled(view.recipe, view.ramp, epochs * view.ramp.steps_of(view.samples))
+    if 0 < total < warmup:
+        wrong = f"the warm-up of {warmup} steps is longer than the {total} steps of the schedule"
+        found.error(key, wrong, "write less than total_steps")
+    elif 0 < trained < warmup:
+        wrong = f"the run ends after {trained} steps, within the warm-up of {warmup} steps"
+        found.warning(key, wrong, f"write a smaller number, or more samples ({dotted(view.samples_key or ())})")
     rates = (("lr_schedule",), ("grouped_lr_schedule",), ("optimizer", "learning_rate"))
     if all(view.get(path) is None for path in rates):
         found.error(("optimizer",), "the recipe has neither lr_schedule nor learning_rate", "write a schedule")

@@ -18,6 +18,7 @@ from tools.recipe.load import load_recipe
 MINI_FILE, MINI_TP2 = (ROOT / "recipes" / "mini" / name for name in ("pretrain.yaml", "pretrain_tp2.yaml"))
 MINI = plain(MINI_FILE)
 MINI["plugins"] = {}
+MINI["lr_schedule"]["warmup_steps"] = 2  # of a run of ten steps
 
 
 @pytest.fixture
