@@ -298,6 +298,7 @@ class Watch:
         self.measured: dict[str, Any] = {}  # the routers, in the newest step
         self.tell = routers or (lambda record: None)
         self.attempt: Attempt | None = None
+        self.before: Attempt | None = None  # the attempt before that one
         self.first: float | None = None  # the first attempt's plan
         self.failed: list[int] = []  # attempts that failed, of those that are over
         self.last_failure: Failure | None = None
@@ -355,9 +356,11 @@ class Watch:
         newest = self.attempt.number if self.attempt else -1
         for attempt in (one for one in found if one >= newest):
             fresh = read_attempt(self.folder, attempt)
-            if self.attempt and fresh not in of_the_run([self.attempt, fresh]):
+            before = self.before if attempt == newest else self.attempt
+            if before and fresh not in of_the_run([before, fresh]):
+                self.attempt = before  # also where the launch had not been refused yet at the last look
                 continue
-            self.attempt = fresh
+            self.before, self.attempt = before, fresh
             if self.first is None and self.attempt.plan:
                 self.first = self.attempt.plan.time
             known = attempt, len(self.attempt.ends), self.attempt.verdict is not None

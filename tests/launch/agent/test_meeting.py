@@ -223,6 +223,15 @@ def test_two_agents_of_one_name_are_refused(tmp_path):
     assert plan.hosts == ["node0"] and first.over(0) is None  # which is not disturbed
 
 
+def test_an_agent_comes_although_another_of_its_name_removes_the_folder(tmp_path):
+    """It said that the shared disk cannot be used: the other one was refused, and took the folder with it."""
+    (first,) = meetings(tmp_path, "node0")
+    second = Meeting(tmp_path, "node0", lost_after=LOST, disk=ClockedDisk(CLOCK, bound=1.0))
+    second.disk.pause = lambda seconds: (CLOCK.sleep(seconds), first.withdraw(0))
+    second.come(0)
+    assert second.there(0) == ["node0"]
+
+
 def plan_of_all(there):
     return plan_of(*there)
 

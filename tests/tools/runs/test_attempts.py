@@ -91,6 +91,24 @@ def test_a_refused_launch_is_no_part_of_an_ended_run(tmp_path, decision, state):
     assert Watch(run_dir).look().state == state
 
 
+def test_a_launch_that_is_refused_while_it_is_watched_is_no_part_of_an_ended_run(tmp_path):
+    """Its folder is there before its verdict: the finished run became one that was given up."""
+    run_dir = tmp_path / "run"
+    write(folder_of(run_dir, 0) / "plan.json", Plan(0, 1.0, ["a", "b"], 1, "a", 9000))
+    write(folder_of(run_dir, 0) / "verdict.json", Verdict(2.0, "done", "why"))
+    append(empty(run_dir), header(2), step(1), step(2))
+    watch = None
+    for number in (1, 2):
+        folder_of(run_dir, number).mkdir()
+        watch = watch or Watch(run_dir)
+        assert watch.look().state == "running"
+        refused = Verdict(3.0, "give up", "another model", "a", cause="user error")
+        write(folder_of(run_dir, number) / "verdict.json", refused)
+        for _ in range(2):
+            now = watch.look()
+            assert (now.state, now.attempt, now.failures) == ("done", 0, 0)
+
+
 def test_the_attempts_of_a_run_in_order(tmp_path):
     assert read_attempts(tmp_path) == []
     for number in (10, 2, 0):
