@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import queue
 import shutil
@@ -153,8 +154,13 @@ class Disk:
             self.folder(folder)
             self._bounded(part, lambda: self._write(part, ""))
             self._bounded(part, lambda: part.unlink(missing_ok=True))
-        assert self._clock
-        return self._clock[0] + self.ticks() - self._clock[1]
+        return self.guess()
+
+    def guess(self) -> float:
+        """Return the time as `now` does, but from the last write alone, without asking the disk; NaN before the first
+        write.
+        """
+        return self._clock[0] + self.ticks() - self._clock[1] if self._clock else math.nan
 
     def ticks(self) -> float:
         """Return seconds since an arbitrary start; use them only for durations, never as times of day."""
