@@ -19,6 +19,7 @@ from plugins.expert_balance.routers import routers_file
 from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
+from tools.files.locks import is_left
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Attempt, Plan, numbers, of_the_run, read, read_attempt, recipe_file
 from tools.runs.failures import Failure, failure_of, has_failed
@@ -37,7 +38,7 @@ from tools.runs.readings import (
     recipe_of,
 )
 from tools.runs.slow import Probes
-from tools.runs.study import JUDGED, state_of
+from tools.runs.study import GOES_ON, JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
 #
@@ -219,7 +220,7 @@ def _number(record: dict[str, Any], name: str) -> float:
 
 
 OVER = {"done": 0, "given up": 1, "left": 1}  # states that a run does not leave by itself -> exit code
-BAD = ("failed", "given up", "left", "interrupted", "preempted")
+BAD = ("failed", "given up", "left", "interrupted", "preempted", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -440,6 +441,8 @@ class Watch:
         """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
         if self.attempt:
             state = state_of(self.attempt)
+            if state in ("unfinished", GOES_ON) and is_left(self.folder):
+                return "unfinished"
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
         return "done" if done else "running"

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -27,6 +28,7 @@ from plugins.straggler_probe.record import append as corrupted_append
 from tests.corrupted import corrupted, places
 from tests.tools.runs import builders
 from tests.tools.runs.builders import Builder, append, random_run
+from tools.files.locks import LOCK
 from tools.runs import cli, readings
 from tools.runs.attempts import END, End, folder_of, write
 from tools.runs.cli import runs
@@ -194,6 +196,28 @@ def test_the_newest_held_out_losses_are_shown(tmp_path):
     append(file, {"step": 7, "held_out_loss": math.inf})
     assert "held-out loss not finite (step 7)," in cli.line(watch.look())
     assert watch.look().held_out_corpora == {}
+
+
+def test_a_run_whose_launch_was_killed_is_not_said_to_be_running(tmp_path):
+    """Nothing was written after the kill, so `--once` said `running`, and ended with 0, for ever."""
+    folder = tmp_path / "run"
+    builder = Builder(folder, 100)
+    builder.plan()
+    builder.train(7)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for lock, state in (
+        (f"{os.getpid()} {socket.gethostname()}", "running"),
+        (f"{dead.pid} {socket.gethostname()}", "unfinished"),
+        (f"{dead.pid} another-host", "running"),
+        ("", "running"),  # of agents
+    ):
+        (folder / LOCK).write_text(lock)
+        result = run(folder, "--once", "--json")
+        assert (json.loads(result.output)["state"], result.exit_code) == (state, int(state == "unfinished"))
+    builder.kill(host=1)
+    (folder / LOCK).write_text(f"{dead.pid} {socket.gethostname()}")
+    assert Watch(folder).look().state == "unfinished", "nobody begins the next attempt"
 
 
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
