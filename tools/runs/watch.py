@@ -17,7 +17,7 @@ from typing import Any
 
 from plugins.expert_balance.routers import routers_file
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import as_span, spans_file
+from plugins.lines import OF, as_span, number_of, spans_file
 from tools.files.atomic import real_path
 from tools.files.locks import is_left
 from tools.recipe.view import View
@@ -119,6 +119,7 @@ class Kept:
         self.last: dict[str, Any] = {}
         self.total: int | None = None
         self.began: float | None = None  # of the newest part
+        self.attempt: str | None = None  # that wrote it
         self.first: float | None = None  # of the oldest one
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
@@ -128,6 +129,7 @@ class Kept:
         for record in self.follower.records():
             if _opens(record, self.parts):
                 self.parts.append(_part(record, self.numbering.unit))
+                self.attempt = record.get(OF)
                 again = again or self.parts[-1].begin < self.made
                 self.cut = END
                 self.speeds.clear()
@@ -147,6 +149,14 @@ class Kept:
         if place != self.cut:
             self.cut = place
             self._count()
+
+    def has_begun(self, plan: Plan) -> bool:
+        """Return whether a planned attempt, or a later one, has written lines. Lines of older versions name no attempt;
+        then their times, by the clock of a host, are compared with the plan's, by the clock of the disk.
+        """
+        if plan.name and self.attempt is not None:
+            return self.attempt == plan.name or number_of(self.attempt) > plan.attempt
+        return self.began is not None and self.began >= plan.time
 
     def _renumbered(self, record: dict[str, Any]) -> bool:
         """Take in how a step is numbered, and return whether this shows that the parts must be counted anew."""
@@ -316,7 +326,7 @@ class Watch:
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None
-        waits = plan is not None and (self.kept.began is None or self.kept.began < plan.time)
+        waits = plan is not None and not self.kept.has_begun(plan)
         place = self._begin_of(plan) if plan and waits and self.kept.step else END
         self.untold = place is None
         self.kept.begin_at(END if place is None else place)

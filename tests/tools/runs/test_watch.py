@@ -220,6 +220,15 @@ def test_a_run_whose_launch_was_killed_is_not_said_to_be_running(tmp_path):
     assert Watch(folder).look().state == "unfinished", "nobody begins the next attempt"
 
 
+def test_a_watching_host_whose_clock_is_days_behind_sees_all_steps(tmp_path, monkeypatch):
+    """It left all steps out, as steps of the future, without a word."""
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7)
+    monkeypatch.setattr(readings.time, "time", lambda: 0.0)
+    assert Watch(tmp_path / "run").look().step == 7
+
+
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
     builder = Builder(tmp_path / "run", 100)
     builder.plan()
