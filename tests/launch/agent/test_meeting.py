@@ -225,6 +225,7 @@ def test_two_agents_of_one_name_are_refused(tmp_path):
     second.disk.pause = lambda seconds: (CLOCK.sleep(seconds), first.plan(0, lambda there: None))
     with pytest.raises(ClusterError, match="--host node0: an agent with this name already runs"):
         second.come(0)
+    second.gone(0)  # it said that another agent had replaced it, and the user read only that
     plan, _ = until(lambda: first.plan(0, plan_of_all))
     assert plan.hosts == ["node0"] and first.over(0) is None  # which is not disturbed
 
