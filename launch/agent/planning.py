@@ -58,7 +58,7 @@ from tools.runs.readings import Follower
 LOGS = "logs"
 PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
-_END_OF_METRICS = 1 << 14  # bytes of a file in which the attempt that wrote last stands
+_END_OF_METRICS = 1 << 18  # bytes of a file in which the attempt that wrote last stands
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
 Tick = Callable[[], None]
 
