@@ -168,7 +168,8 @@ def _checkpoint(status: Status) -> str:
     """Return in words the newest checkpoint and its age, which counts to the last sign of the run."""
     if status.checkpoint_step is None:
         return "none yet"
-    return f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} old"
+    age = "" if status.checkpoint_age is None else f", {duration(status.checkpoint_age)} old"
+    return f"step {status.checkpoint_step:,}{age}"
 
 
 def _failures(status: Status) -> str | None:

@@ -300,7 +300,8 @@ class Watch:
         self.probes = Probes(folder, recipe)
         self.asked: tuple[str, float | None] = "", None  # an attempt, and the tokens of a step of its recipe
         self.spans = Follower(spans_file(folder))
-        self.sealed: tuple[int, float] | None = None  # newest checkpoint: its step, and when it was whole
+        self.sealed: tuple[int | None, str | None] = None, None  # the newest checkpoint: its step, and its attempt
+        self.whole: dict[int | None, float] = {}  # when the checkpoint of a step was whole
         self.span_end = -math.inf
         self.held_out = Follower(held_out_file(folder))
         self.evaluation: Evaluation | None = None  # the newest
@@ -384,7 +385,16 @@ class Watch:
             if span := as_span(record):
                 self.span_end = max(self.span_end, span.end)
                 if span.sealed:
-                    self.sealed = span.step, span.end
+                    self.sealed, self.whole[span.step] = (span.step, record.get(OF)), span.end
+
+    def _checkpoint(self) -> tuple[int | None, float | None]:
+        """Return the step of the newest checkpoint, and when it was whole. Until an attempt has saved one, this is the
+        checkpoint of its plan: later ones were found damaged, or were left behind.
+        """
+        (step, name), plan = self.sealed, self.attempt.plan if self.attempt else None
+        if plan and step is not None and 0 <= number_of(name) < plan.attempt:
+            step = plan.step if plan.resume else None
+        return step, self.whole.get(step)
 
     def _sign(self) -> float | None:
         """Return the newest time that the run has written anywhere; of an attempt that has ended, its end."""
@@ -402,7 +412,7 @@ class Watch:
         # the host that is furthest behind is the one that the others wait for
         beat = min(attempt.beats.values(), key=lambda one: (one.step, one.since), default=None) if attempt else None
         running = beat if attempt and not attempt.ends else None
-        loss = kept.last.get("loss")
+        loss, (saved, whole) = kept.last.get("loss"), self._checkpoint()
         known = wall is not None and kept.seconds <= _CLOCKS * wall and not self.untold
         return Status(
             run=real_path(self.folder).name,
@@ -419,8 +429,8 @@ class Watch:
             # where it is unknown which steps are trained again
             goodput=min(kept.seconds / wall, 1.0) if known and wall else None,
             wall_seconds=wall,
-            checkpoint_step=self.sealed[0] if self.sealed else None,
-            checkpoint_age=max(0.0, self.sign - self.sealed[1]) if self.sealed and self.sign is not None else None,
+            checkpoint_step=saved,
+            checkpoint_age=max(0.0, self.sign - whole) if whole is not None and self.sign is not None else None,
             failures=len(self.failed) if attempt else None,
             last_failure=_in_words(self.last_failure),
             slow_ranks=self.probes.look().slow,

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from plugins.errors import DataError, TC3Error
 from plugins.expert_balance.routers import Watcher, routers_file
+from plugins.lines import ATTEMPT, Span, note
 from plugins.straggler_probe.record import Record, probe_file
 from plugins.straggler_probe.record import append as corrupted_append
 from tests.corrupted import corrupted, places
@@ -30,7 +31,7 @@ from tests.tools.runs import builders
 from tests.tools.runs.builders import Builder, append, random_run
 from tools.files.locks import LOCK
 from tools.runs import cli, readings
-from tools.runs.attempts import END, End, folder_of, write
+from tools.runs.attempts import END, End, Plan, folder_of, write
 from tools.runs.cli import runs
 from tools.runs.goodput import ledger
 from tools.runs.readings import load_run
@@ -227,6 +228,25 @@ def test_a_watching_host_whose_clock_is_days_behind_sees_all_steps(tmp_path, mon
     builder.train(7)
     monkeypatch.setattr(readings.time, "time", lambda: 0.0)
     assert Watch(tmp_path / "run").look().step == 7
+
+
+def test_the_newest_checkpoint_is_one_that_was_not_left_behind(tmp_path, monkeypatch):
+    """After a spike the checkpoint that had been saved last was still named, although it was set aside."""
+    folder = tmp_path / "run"
+    write(folder_of(folder, 0) / "plan.json", Plan(0, 100.0, ["a"], 1, "a", 9000, name="0000-a"))
+    monkeypatch.setenv(ATTEMPT, "0000-a")
+    for step in (4, 8):
+        note(folder, Span("save", step, 100.0 + step, 101.0 + step, sealed=True))
+    watch = Watch(folder)
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (8, 0.0)
+    resumed = Plan(1, 125.0, ["a"], 1, "a", 9000, name="0001-b", resume="/x/iteration_00000004", step=4, start=4)
+    write(folder_of(folder, 1) / "plan.json", resumed)
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (4, 20.0)
+    write(folder_of(folder, 2) / "plan.json", replace(resumed, attempt=2, name="0002-c", resume=None, step=0))
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (None, None)
+    monkeypatch.setenv(ATTEMPT, "0002-c")
+    note(folder, Span("save", 6, 130.0, 131.0, sealed=True))
+    assert watch.look().checkpoint_step == 6
 
 
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
