@@ -67,7 +67,8 @@ class Start:
     """A `Start` is the run that the agents of all nodes start or join.
 
     `resume` is the value of --resume; `otherwise` is the folder that the user gives in addition to `auto`, from which
-    the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`.
+    the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`;
+    `joined` is the attempt that this agent joined first: checkpoints before it may be those of another model.
     """
 
     recipe: Recipe
@@ -75,6 +76,7 @@ class Start:
     resume: str | None
     otherwise: str | None = None
     chosen: CheckpointInfo | None = None
+    joined: int = 0
 
     @property
     def saves(self) -> Path:
@@ -133,7 +135,8 @@ class Start:
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
-            if self.chosen and checkpoint.path == self.chosen.path:
+            # whoever saved it may have been started with another recipe than this agent
+            if plan.attempt <= self.joined + 1 or (self.chosen and checkpoint.path == self.chosen.path):
                 check_model(recipe, checkpoint.path)
             checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
@@ -256,7 +259,8 @@ def agent(**given: Any) -> None:
     click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {shlex.quote(str(run_dir))}", err=True)
     probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
     with preflight.only_run_in(run_dir, start.saves, together=True):
-        outcome = Agent(job, probing, start.prepare).run(first_number(run_dir, start.saves))
+        start.joined = first_number(run_dir, start.saves)
+        outcome = Agent(job, probing, start.prepare).run(start.joined)
     report(name, outcome)
     begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
     conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir), flat), steps)
