@@ -211,7 +211,7 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
     try:
         before = json.loads(stored.read_text(encoding="utf-8"))
         now = digests(recipe)
-        if len(before) != len(now):  # a file was added to the tokenizer, or removed
+        if before and len(before) != len(now):  # a file was added to the tokenizer, or removed
             names = (", ".join(Path(each["prefix"]).name for each in every) for every in (before, now))
             return ["the files of the data and its tokenizer were {}, are now {}".format(*names)]
         pairs = zip(before, now, strict=True)

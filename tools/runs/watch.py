@@ -119,7 +119,7 @@ class Kept:
         self.last: dict[str, Any] = {}
         self.total: int | None = None
         self.began: float | None = None  # of the newest part
-        self.attempt: str | None = None  # that wrote it
+        self.attempt: str | None = None  # that wrote the newest line
         self.first: float | None = None  # of the oldest one
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
@@ -127,9 +127,9 @@ class Kept:
         """Read the records of steps that the run has written since the last call."""
         again = False
         for record in self.follower.records():
+            self.attempt = record.get(OF, self.attempt)
             if _opens(record, self.parts):
                 self.parts.append(_part(record, self.numbering.unit))
-                self.attempt = record.get(OF)
                 again = again or self.parts[-1].begin < self.made
                 self.cut = END
                 self.speeds.clear()
