@@ -111,35 +111,6 @@ def test_the_newest_checkpoint_is_one_that_a_resume_would_take(tmp_path):
     assert found["checkpoints"]["newest"] is None
 
 
-def test_a_run_that_was_renamed_is_not_told_by_the_run_that_has_its_name_now(tmp_path):
-    """Its report quoted the log of the other run, and named the other run's checkpoint."""
-    place = tmp_path / "run"
-
-    def train(step, words):
-        builder = Builder(place, 20)
-        builder.plan()
-        builder.train(step, save=0)
-        builder.kill(lines=(words,))
-        recipe = {"output_dir": str(place), "checkpoint": {"save_path": str(place / "checkpoint")}}
-        (place / "recipe.yaml").write_text(json.dumps(recipe))
-        saved = place / "checkpoint" / f"iteration_{step:08d}"
-        saved.mkdir(parents=True)
-        (saved / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights")
-        write_seal(saved, 0, world_size=1, step=step)
-        [end] = place.glob("attempts/0000/end-node1.json")
-        log = place / "attempts" / "0000" / "logs" / "worker_1.log"
-        end.write_text(json.dumps({**json.loads(end.read_text()), "log": str(log)}))
-
-    train(4, "OSError: [Errno 28] No space left on device")
-    place.rename(tmp_path / "old")
-    train(8, "Segmentation fault")
-    (found,) = told(tmp_path / "old")
-    assert found["checkpoints"]["newest"] == 4
-    assert found["failures"][0]["log"] == str(tmp_path / "old/attempts/0000/logs/worker_1.log")
-    (found,) = told(place)
-    assert found["checkpoints"]["newest"] == 8
-
-
 def test_the_text_says_what_the_json_does(done):
     text = " ".join(run_report(done.folder).output.split())
     for words in (
