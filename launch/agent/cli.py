@@ -68,7 +68,8 @@ class Start:
 
     `resume` is the value of --resume; `otherwise` is the folder that the user gives in addition to `auto`, from which
     the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`;
-    `joined` is the attempt that this agent joined first: checkpoints before it may be those of another model.
+    `joined` is the attempt that was under way when this agent joined the run, whose checkpoints may be those of another
+    model; None if there was none.
     """
 
     recipe: Recipe
@@ -76,7 +77,7 @@ class Start:
     resume: str | None
     otherwise: str | None = None
     chosen: CheckpointInfo | None = None
-    joined: int = 0
+    joined: int | None = None
 
     @property
     def saves(self) -> Path:
@@ -136,7 +137,8 @@ class Start:
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
             # whoever saved it may have been started with another recipe than this agent
-            if plan.attempt <= self.joined + 1 or (self.chosen and checkpoint.path == self.chosen.path):
+            joins = self.joined is not None and plan.attempt <= self.joined + 1
+            if joins or (self.chosen and checkpoint.path == self.chosen.path):
                 check_model(recipe, checkpoint.path)
             checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
@@ -259,8 +261,9 @@ def agent(**given: Any) -> None:
     click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {shlex.quote(str(run_dir))}", err=True)
     probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
     with preflight.only_run_in(run_dir, start.saves, together=True):
-        start.joined = first_number(run_dir, start.saves)
-        outcome = Agent(job, probing, start.prepare).run(start.joined)
+        begun, number = under_way(run_dir), first_number(run_dir, start.saves)
+        start.joined = number if begun else None
+        outcome = Agent(job, probing, start.prepare).run(number)
     report(name, outcome)
     begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
     conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir), flat), steps)
