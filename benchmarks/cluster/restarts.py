@@ -92,7 +92,7 @@ def train_small(run_dir: Path) -> int:
     recipe["train_dataset"]["data_loader"]["sizes"] = [SMALL.steps * View(recipe).global_batch, 0, 0]
     rules = Rules(restarts=20, first=0.1, most=1.0, hosts=["here"])
     job = Job(recipe, run_dir, "here", ("here",), 1, bind=False, rules=rules, worker=SCRIPTS / "worker.py")
-    return Agent(job).run(first_number(run_dir)).code
+    return Agent(job).run(first_number(run_dir, job.saves)).code
 
 
 @dataclass

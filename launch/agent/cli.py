@@ -41,7 +41,7 @@ from tools.process.host import read_hosts
 from tools.ranges import Folder, Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.attempts import Plan, newest_attempt, read_attempts
+from tools.runs.attempts import PLAN, Plan, folder_of, newest_attempt, numbers, read
 from tools.schema.versions import unverified_option
 
 RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless the user says otherwise
@@ -67,7 +67,9 @@ class Start:
     """A `Start` is the run that the agents of all nodes start or join.
 
     `resume` is the value of --resume; `otherwise` is the folder that the user gives in addition to `auto`, from which
-    the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`.
+    the run begins as long as it has saved no checkpoint; `chosen` is the checkpoint that was found for `resume`;
+    `joined` is the attempt that was under way when this agent joined the run, whose checkpoints may be those of another
+    model; None if there was none.
     """
 
     recipe: Recipe
@@ -75,6 +77,7 @@ class Start:
     resume: str | None
     otherwise: str | None = None
     chosen: CheckpointInfo | None = None
+    joined: int | None = None
 
     @property
     def saves(self) -> Path:
@@ -105,7 +108,7 @@ class Start:
             check_load_path(self.recipe)
             return None
         resume, given = self.resume, self.otherwise
-        if given and not self._begun_from(given):
+        if given and self.leaves():
             resume = given  # other checkpoints are of a branch that this run leaves
         if resume == "auto":
             checkpoints.take_stock(self.run_dir, self.saves)
@@ -117,17 +120,25 @@ class Start:
             check_load_path(self.recipe)
         return self.chosen
 
-    def _begun_from(self, given: str) -> bool:
-        """Return whether an attempt has been planned that goes on from the folder `given`."""
-        plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
-        return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
+    def leaves(self) -> bool:
+        """Return whether the user has named a checkpoint, and no attempt has been planned that goes on from it as the
+        user's.
+        """
+        given = self.otherwise or self.resume
+        if given in (None, "auto"):
+            return False
+        plans = (read(folder_of(self.run_dir, number) / PLAN, Plan) for number in numbers(self.run_dir))
+        begun = (plan.resume for plan in plans if plan and plan.branch and plan.resume)
+        return real_path(str(given)) not in map(real_path, begun)
 
     def prepare(self, plan: Plan) -> Recipe:
         """Check the checkpoint from which an attempt continues, and return the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
-            if self.chosen and checkpoint.path == self.chosen.path:
+            # whoever saved it may have been started with another recipe than this agent
+            joins = self.joined is not None and plan.attempt <= self.joined + 1
+            if joins or (self.chosen and checkpoint.path == self.chosen.path):
                 check_model(recipe, checkpoint.path)
             checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
@@ -239,6 +250,7 @@ def agent(**given: Any) -> None:
         count,
         asked.port,
         choose=start.choose,
+        leaves=start.leaves,
         bind=not asked.no_bind,
         rules=Rules(restarts=asked.restarts, hosts=hosts),
         lost_after=asked.lost_after,
@@ -249,7 +261,9 @@ def agent(**given: Any) -> None:
     click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {shlex.quote(str(run_dir))}", err=True)
     probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
     with preflight.only_run_in(run_dir, start.saves, together=True):
-        outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
+        begun, number = under_way(run_dir), first_number(run_dir, start.saves)
+        start.joined = number if begun else None
+        outcome = Agent(job, probing, start.prepare).run(number)
     report(name, outcome)
     begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
     conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir), flat), steps)

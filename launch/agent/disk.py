@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import queue
 import shutil
@@ -45,6 +46,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plugins.errors import ClusterError, StoppedError
+from tools.files.atomic import part_of
 
 AGAIN = 0.1  # seconds until a call that failed is tried once more
 PATIENCE = 4.0  # times the bound for what is published: it must reach the disk, which may be busy with a checkpoint
@@ -127,11 +129,15 @@ class Disk:
 
     def remove(self, folder: Path) -> None:
         """Remove a folder with all that is in it, and the room that `keep_room` has reserved; also remove the folder
-        above it if nothing else is in it.
+        above it if nothing else is in it. The folder is renamed first, so that files of another process that makes it
+        again stay.
         """
 
         def clear() -> None:
-            shutil.rmtree(folder, ignore_errors=True)
+            part = part_of(folder)
+            with suppress(FileNotFoundError):
+                folder.rename(part)
+            shutil.rmtree(part, ignore_errors=True)
             if self._room:
                 self._room.unlink(missing_ok=True)
             with suppress(OSError):
@@ -148,8 +154,13 @@ class Disk:
             self.folder(folder)
             self._bounded(part, lambda: self._write(part, ""))
             self._bounded(part, lambda: part.unlink(missing_ok=True))
-        assert self._clock
-        return self._clock[0] + self.ticks() - self._clock[1]
+        return self.guess()
+
+    def guess(self) -> float:
+        """Return the time as `now` does, but from the last write alone, without asking the disk; NaN before the first
+        write.
+        """
+        return self._clock[0] + self.ticks() - self._clock[1] if self._clock else math.nan
 
     def ticks(self) -> float:
         """Return seconds since an arbitrary start; use them only for durations, never as times of day."""
@@ -337,6 +348,7 @@ class Claim:
             file = self.folder / f"claim-{self.what}-{self.turn}"
             self.holder = Holder.of(self.disk.read(file))
             if self.holder is None:
+                self.disk.folder(self.folder)  # an agent of this name that was refused may have removed it meanwhile
                 self.disk.publish(file, self.me.text())
                 self.holder = Holder.of(self.disk.read(file))
             if self.lost():

@@ -140,10 +140,11 @@ class Meeting:
             self.lost(number, self.host, "its agent was restarted in the middle of the attempt")
 
     def gone(self, number: int) -> None:
-        """Announce that this host leaves attempt `number` and must not be counted; do nothing if the host never
-        announced itself.
+        """Announce that this host leaves attempt `number` and must not be counted; do nothing if this agent never
+        announced the host, also because another agent has its name.
         """
-        if (number, self._place) in self._claims:
+        claim = self._claims.get((number, self._place))
+        if claim and claim.holder == self.me:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:

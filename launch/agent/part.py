@@ -9,7 +9,6 @@ writes how they ended.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from dataclasses import dataclass, field
@@ -207,7 +206,7 @@ class Part:
         try:
             return self.meeting.now()
         except LostDiskError:
-            return math.nan
+            return self.meeting.disk.guess()
 
 
 def last_words(failure: Failure) -> str:

@@ -29,6 +29,8 @@ from launch.resume.data import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, TRAIN, any_port, free_port, worker_count
 from plugins.errors import ClusterError, TC3Error
+from plugins.lines import OF, number_of
+from plugins.sealed_checkpoint.plan import SAVING, iterations, made
 from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
 from tools.files.atomic import part_of, real_path
@@ -51,10 +53,12 @@ from tools.runs.attempts import (
     read_attempt,
     recipe_file,
 )
+from tools.runs.readings import Follower
 
 LOGS = "logs"
 PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
+_END_OF_METRICS = 1 << 18  # bytes of a file in which the attempt that wrote last stands
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
 Tick = Callable[[], None]
 
@@ -76,6 +80,7 @@ class Job:
         port: the port of msrun's scheduler in the first attempt; None means a free one.
         resume: the checkpoint to begin from, as long as no later one is saved.
         choose: finds that checkpoint on the planning host; used instead of `resume`.
+        leaves: whether the user has named a checkpoint from which no attempt has gone on yet.
         first: the earliest attempt that can belong to this launch.
         bind: whether workers get cores of their own.
         lost_after: seconds without a sign of life after which a node, or the disk, is lost.
@@ -95,6 +100,7 @@ class Job:
     port: int | None = None
     resume: CheckpointInfo | None = None
     choose: Callable[[], CheckpointInfo | None] = lambda: None
+    leaves: Callable[[], bool] = lambda: False
     first: int = 0
     bind: bool = True
     rules: Rules = field(default_factory=lambda: Rules(restarts=0))
@@ -122,14 +128,20 @@ class Job:
         return worker_count(self.recipe) // self.nodes
 
 
-def next_number(run_dir: Path) -> int:
+def next_number(run_dir: Path, saves: Path) -> int:
     """Return the number of the attempt with which a new launch begins; logs that an older version wrote without attempt
     numbers count as the first attempt.
+
+    The number is above those of all attempts that have written metrics into the run's folder, or checkpoints into
+    `saves`, also if the folders of these attempts were removed: readers leave out what an attempt writes after a later
+    one.
     """
-    known = numbers(run_dir)
-    if known:
-        return known[-1] + 1
-    return 1 if _is_folder(run_dir / LOGS) else 0
+    known = [*numbers(run_dir), 0 if _is_folder(run_dir / LOGS) else -1]
+    known += [number_of(made(folder).get("attempt")) for folder in iterations(saves)]
+    known += [number_of(folder.name.removeprefix(SAVING)) for folder in saves.glob(f"{SAVING}*")]
+    for file in (run_dir / "metrics").glob("*.jsonl"):
+        known += [number_of(record.get(OF)) for record in Follower(file, newest=_END_OF_METRICS).records()]
+    return max(known) + 1
 
 
 def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
@@ -230,7 +242,7 @@ class Planning:
         few of them.
         """
         last = attempts[-1] if attempts else None
-        if last is None or last.plan is None or last.verdict is None:
+        if last is None or last.plan is None or last.verdict is None or not self._of_this_size(last.plan):
             hosts = [host for host in self.job.hosts if host in there][: self.job.nodes]
             return (hosts if len(hosts) == self.job.nodes else []), []
         hosts = decide.next_hosts(last, last.verdict, there, attempts[:-1], self.job.rules)
@@ -238,6 +250,12 @@ class Planning:
             how = self.can(hosts)
             return (hosts[: how.hosts], how.overrides) if isinstance(how, Smaller) else ([], [])
         return (hosts if len(hosts) == len(last.plan.hosts) else []), last.plan.overrides
+
+    def _of_this_size(self, plan: Plan) -> bool:
+        """Return whether a plan is for the nodes of this job, or for fewer of them. Otherwise all agents were killed,
+        and started again on another number of nodes.
+        """
+        return plan.slots == self.job.slots and bool(plan.overrides or len(plan.hosts) == self.job.nodes)
 
 
 def make_plan(
@@ -250,13 +268,13 @@ def make_plan(
     now: float = 0.0,
 ) -> Plan:
     """Return the plan of attempt `number` on `hosts`; with `again`, the attempt begins from the newest complete
-    checkpoint if one exists.
+    checkpoint if one exists, unless the user has named another one since.
 
     Raises:
         CheckpointError: there is no checkpoint, although the run has started from a checkpoint before.
     """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
-    if again:
+    if again and not job.leaves():
         take_stock(job.run_dir, job.saves)
         unfit = guilty(job.recipe, job.run_dir)
         best = scan_checkpoints(job.saves, unfit)[0]
@@ -330,13 +348,15 @@ def recipe_of(job: Job, plan: Plan) -> Recipe:
     return apply_overrides(job.recipe, plan.overrides) if plan.overrides else job.recipe
 
 
-def first_number(run_dir: Path) -> int:
+def first_number(run_dir: Path, saves: Path) -> int:
     """Return the attempt that an agent joins: the newest one while it is in progress, or a new one after a run that
     ended.
     """
     newest = newest_attempt(run_dir)
+    if newest is None:
+        return next_number(run_dir, saves)
     # not by a second look at the folder: another agent may have begun the next attempt since the first one
-    return newest.number + bool(newest.verdict) if newest else next_number(run_dir)
+    return newest.number + bool(newest.verdict)
 
 
 def under_way(run_dir: Path) -> bool:

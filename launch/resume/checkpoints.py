@@ -22,7 +22,7 @@ from launch.resume.data import all_steps, differences, guard_is_on, replaced
 from launch.resume.model import refuse_other_scale
 from launch.run.preflight import PARTS
 from plugins.errors import CheckpointError, did_you_mean
-from plugins.lines import number_of
+from plugins.lines import as_span, number_of, spans_file
 from plugins.sealed_checkpoint.plan import (
     MOVING,
     SAVING,
@@ -50,6 +50,7 @@ from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts, recipe_file
+from tools.runs.readings import Follower
 from tools.weights.convert_plan import changed_settings
 
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
@@ -106,11 +107,20 @@ def beginning(run_dir: Path, root: Path) -> str | None:
 
 
 def refuse_scratch(run_dir: Path, root: Path) -> None:
-    """Raise CheckpointError if a run that has started from a checkpoint before would now begin with random weights.
+    """Raise CheckpointError if a run that has started from a checkpoint before would now begin with random weights, or
+    a run that has saved checkpoints and finds none at all in `root`, whole or not.
 
     A run may be started again while nobody watches, so a user who wants random weights must name a new folder. Only
     plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint.
     """
+    spans = filter(None, map(as_span, Follower(spans_file(run_dir)).records()))
+    saved = [span.step for span in spans if span.sealed]
+    if saved and not any(chain(root.glob("*iteration_*"), unfinished(root))):
+        raise CheckpointError(
+            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
+            "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
+            "run with another --run-dir"
+        )
     if read_ledger(run_dir):
         return
     last = next((attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan), None)

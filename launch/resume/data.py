@@ -211,7 +211,10 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
     try:
         before = json.loads(stored.read_text(encoding="utf-8"))
         now = digests(recipe)
-        pairs = list(zip(before, now, strict=True))
+        if before and len(before) != len(now):  # a file was added to the tokenizer, or removed
+            names = (", ".join(Path(each["prefix"]).name for each in every) for every in (before, now))
+            return ["the files of the data and its tokenizer were {}, are now {}".format(*names)]
+        pairs = zip(before, now, strict=True)
         return [_digest_in_words(old, new) for old, new in pairs if {**old, "prefix": ""} != {**new, "prefix": ""}]
     except (OSError, DataError, ValueError, TypeError, KeyError) as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
@@ -220,7 +223,6 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
 
 
 def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return in words which file differs."""
     if "bytes" in new:
         sizes = f" ({old['bytes']:,} bytes then, {new['bytes']:,} now)" if old.get("bytes") != new["bytes"] else ""
         return f"{new['prefix']} is not what it was{sizes}: the data was prepared anew or replaced"
@@ -278,10 +280,8 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 
 def differences(before: Recipe, after: Recipe, step: int, batch: int = 0) -> list[str]:
-    """Return a text that says why the recipe `after` would read the data in another order than the recipe `before`,
-    with which `step` steps have been trained.
-
-    Each difference states the old and the new value; an empty result means that the run can go on.
+    """Return sentences that say why the recipe `after` would read the data in another order than the recipe `before`,
+    with which `step` steps have been trained; there is none if the run can go on.
 
     Args:
         batch: the number of samples of each of these steps; by default the global batch of `before`, which may have

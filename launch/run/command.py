@@ -225,7 +225,7 @@ def _job(asked: Asked, recipe: Recipe, run_dir: Path) -> Job:
         hosts=(own_name(),),
         port=asked.port,
         resume=checkpoint,
-        first=next_number(run_dir),
+        first=next_number(run_dir, saves),
         bind=not asked.no_bind,
         rules=Rules(restarts=asked.restarts, hosts=[own_name()]),
         lost_after=LOST_AFTER,

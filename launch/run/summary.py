@@ -19,6 +19,7 @@ from launch.resume.data import all_steps, most_steps
 from launch.run.effective import beside_steps
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
+from plugins.errors import DataError
 from tools.checkpoint.scan import iterations, newest_saved, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
@@ -204,9 +205,20 @@ def summarize(
         "tokens_per_second": readings.tokens_per_second(),
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
-        "picture": str(draw_loss_curve(readings.steps, run_dir / CURVE, held_out)) if steps else None,
+        "picture": _drawn(readings.steps, run_dir / CURVE, held_out) if steps else None,
         "next_command": shlex.join(more) or None,
     }
+
+
+def _drawn(steps: Mapping[int, Mapping[str, Any]], path: Path, evaluations: Mapping[float, Evaluation]) -> str | None:
+    """Draw the loss curve and return its path. If it cannot be written, as on the full disk that ended the run, print
+    why and return None, because how the run ended is still to be told.
+    """
+    try:
+        return str(draw_loss_curve(steps, path, evaluations))
+    except DataError as error:
+        click.echo(f"tc3: {error}", err=True)
+        return None
 
 
 def _evaluated(losses: Sequence[float]) -> dict[str, float | None]:
@@ -300,7 +312,9 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["tokens_per_second"]:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s of all workers (median step)"))
     rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
-    rows.append(("loss curve", summary["picture"] or "no step was made"))
+    rows.append(
+        ("loss curve", summary["picture"] or ("it could not be written" if summary["steps"] else "no step was made"))
+    )
     if summary["next_command"]:
         rows.append(("go on with", summary["next_command"]))
     for name, text in rows:

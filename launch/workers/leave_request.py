@@ -33,7 +33,7 @@ SAVE, GO_ON = "save", "go on"
 AHEAD = 1.0  # seconds that a request may take until all ranks see it
 PATIENCE = 20.0  # seconds that ranks wait for each other, at the end of one step
 POLL = 0.05
-TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
+TAIL = 1 << 20  # bytes at the end of a metrics file: several steps of it, each with a digest of every sample
 
 
 def environment(attempt: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from plugins.errors import CheckpointError
-from plugins.lines import number_of, write_whole
+from plugins.lines import flush, number_of, write_whole
 
 CHUNK = 1 << 22  # bytes read at a time
 SAVING, REMOVING = "saving_", "removing_"  # before an attempt's name: its saves in progress; before an iteration's
@@ -133,7 +133,8 @@ def write_seal(
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write atomically the seal of the files that rank `rank` wrote into `folder`: their sizes and checksums. Return
-    the path of the written seal.
+    the path of the written seal. The files are flushed to the disk first, so that a seal that is there after a power
+    cut is not that of lost files: older checkpoints are removed when all ranks have sealed a newer one.
 
     Args:
         folder: the folder of one iteration.
@@ -167,6 +168,8 @@ def write_seal(
             for path in files
         },
     }
+    for path in files:
+        flush(path)
     written = _write(seal, folder, rank)
     # of a save of the same step before this one; last: beside a refusal without it, names would show a whole checkpoint
     (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)

@@ -153,11 +153,11 @@ def attempt(tmp_path, disk):
     return tmp_path / "attempts" / "0000"
 
 
-def stepped(run_dir, rank, steps, seconds, ago):
+def stepped(run_dir, rank, steps, seconds, ago, **more):
     """Metrics of a rank whose last step ended `ago` seconds before now."""
     file = run_dir / "metrics" / f"rank_{rank}.jsonl"
     file.parent.mkdir(exist_ok=True)
-    lines = [{"total_steps": 100, "start_step": 0}, *({"step": step, "seconds": seconds} for step in steps)]
+    lines = [{"total_steps": 100, "start_step": 0}, *({"step": step, "seconds": seconds, **more} for step in steps)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(file, (NOW - ago, NOW - ago))
 
@@ -176,6 +176,13 @@ def test_the_step_is_the_first_that_no_rank_can_have_passed(attempt, tmp_path, s
     stepped(tmp_path, 0, range(1, 7), seconds, ago + 1)
     stepped(tmp_path, 1, range(1, 8), seconds, ago)
     assert request(tmp_path, attempt, [0, 1]) == requested(attempt / FILE) == step
+
+
+def test_lines_with_the_digests_of_many_samples_are_read(attempt, tmp_path):
+    """The end of the file that was read held no whole line, so a notice of preemption ended the run without a save."""
+    samples = {"input_ids": ["0" * 16] * 2048, "labels": ["0" * 16] * 2048}
+    stepped(tmp_path, 0, range(1, 8), 10.0, 2.0, samples=samples)
+    assert request(tmp_path, attempt, [0]) == 8
 
 
 def test_where_not_every_step_is_recorded_the_others_may_have_been_made(attempt, tmp_path):

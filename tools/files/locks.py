@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+import psutil
 
 from plugins.errors import DataError, TC3Error
 from tools.files.atomic import not_written, real_path
@@ -78,6 +79,17 @@ def refuse_busy(folder: Path, busy: Busy) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise busy(folder, _who(lock)) from None
+
+
+def is_left(folder: Path) -> bool:
+    """Return whether a command of this host has written that it holds the lock of a folder, and its process is no more;
+    False if several commands held the lock, or a command of another host.
+    """
+    try:
+        pid, _, host = (folder / LOCK).read_text(encoding="utf-8").strip().partition(" ")
+        return host == socket.gethostname() and not psutil.pid_exists(int(pid))
+    except (OSError, ValueError):
+        return False
 
 
 def _who(lock: TextIO) -> str:

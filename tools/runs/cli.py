@@ -168,7 +168,8 @@ def _checkpoint(status: Status) -> str:
     """Return in words the newest checkpoint and its age, which counts to the last sign of the run."""
     if status.checkpoint_step is None:
         return "none yet"
-    return f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} old"
+    age = "" if status.checkpoint_age is None else f", {duration(status.checkpoint_age)} old"
+    return f"step {status.checkpoint_step:,}{age}"
 
 
 def _failures(status: Status) -> str | None:
@@ -382,8 +383,8 @@ def watch_command(
 ) -> None:
     """Show the progress of a run, on any machine that can read the run's folder.
 
-    Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up or was
-    left, 2 for a wrong input, 130 after Ctrl-C.
+    Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up, was
+    left or is unfinished, 2 for a wrong input, 130 after Ctrl-C.
     """
     import sys
 

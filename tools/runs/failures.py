@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from tools.files.atomic import last_lines
-from tools.runs.attempts import STOPPED, TOLD, Attempt, End
+from tools.runs.attempts import FOLDER, STOPPED, TOLD, Attempt, End
 from tools.runs.readings import Run
 
 # What a log says of a failure, in words: the rows of signatures.yaml, which name their sources. Pure.
@@ -200,9 +200,12 @@ def _victim(attempt: Attempt, end: End) -> str:
 
 
 def _log_of(attempt: Attempt, end: End, rank: int | None) -> Path | None:
-    """Return the log that an end names, also after the run's folder was moved; else the worker's."""
+    """Return the log that an end names, also after the run's folder was moved, when another run may have taken its old
+    path; else the worker's.
+    """
     logs = attempt.folder / "logs"
-    named = [Path(end.log), *logs.glob(f"**/{Path(end.log).name}")] if end.log else []
+    _, inside, name = end.log.rpartition(f"/{FOLDER}/{attempt.folder.name}/logs/")
+    named = [logs / name if inside else Path(end.log), *logs.glob(f"**/{Path(end.log).name}")] if end.log else []
     workers = list(logs.glob(f"**/worker_{rank}.log")) if rank is not None else []
     return next((path for path in [*named, *workers] if path.is_file()), None)
 

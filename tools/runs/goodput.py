@@ -45,6 +45,7 @@ WORDS: dict[Kind, str] = {
     "unknown": "not known",
 }
 NEVER = 1 << 62
+_APART = 1_000_000  # microseconds by which two clocks may differ without a note
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ def ledger(run: Run) -> Ledger | str:
             "because a clock was set or the lines are of two runs; the time of steps before it is not known, and "
             "goodput is wrong"
         )
+    if apart := [str(frame.number) for frame in frames if _is_apart(frame)]:
+        notes.append(
+            f"steps of attempt{'s' * (len(apart) > 1)} {', '.join(apart)} have times before its plan or after its end, "
+            "because the clocks of a host and of the disk differ; goodput and these times are wrong"
+        )
     if any(frame.attempt is None for frame in frames):
         notes.append(
             "the folder has no attempts/, so that starts, stops and waiting are unknown, and the time counts from "
@@ -160,15 +166,16 @@ def ledger(run: Run) -> Ledger | str:
 
 
 def _frames(run: Run, timed: list[Part]) -> list[Frame]:
-    """Return the attempts that have a plan, in the order of time, each with the parts that began during it; each
-    part that began before the first plan makes a frame of its own.
+    """Return the attempts that have a plan, in the order of time, each with its parts: those whose lines name it, or
+    that name no attempt and began during it. Each other part that began before the first plan makes a frame of its own.
     """
     planned = sorted((one for one in run.attempts if one.plan), key=lambda one: one.plan.time if one.plan else 0.0)
     begins = [micro(one.plan.time) for one in planned if one.plan]
+    places = {one.plan.name: at for at, one in enumerate(planned, 1) if one.plan and one.plan.name}
     own: list[list[Part]] = [[] for _ in planned]
     alone: list[Part] = []
     for part in timed:
-        at = sum(begin <= micro(part.moment or 0.0) for begin in begins)
+        at = places.get(part.attempt or "") or sum(begin <= micro(part.moment or 0.0) for begin in begins)
         (own[at - 1] if at else alone).append(part)
     alone.sort(key=lambda part: part.moment or 0.0)
     first = planned[0].number - len(alone) if planned else 0
@@ -177,6 +184,18 @@ def _frames(run: Run, timed: list[Part]) -> list[Frame]:
     for frame, limit in zip(frames, [*(later.begin for later in frames[1:]), NEVER], strict=False):
         frame.end = max(frame.begin, min(_end(run, frame, limit), limit))
     return frames
+
+
+def _is_apart(frame: Frame) -> bool:
+    """Return whether the steps of an attempt have times that are not between its plan and its end. An end that another
+    host has written may be earlier than the last step.
+    """
+    ends = [end for end in frame.attempt.ends.values() if not end.by] if frame.attempt else []
+    latest = max((micro(end.time) for end in ends), default=NEVER) + _APART
+    if frame.attempt is None or len(ends) < len(frame.attempt.ends):
+        latest = NEVER
+    times = [(micro(part.moment or 0.0), micro(part["time"][-1])) for part in frame.parts]
+    return any(begin < frame.begin - _APART or end > latest for begin, end in times)
 
 
 def _end(run: Run, frame: Frame, limit: int) -> int:

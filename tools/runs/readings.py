@@ -214,8 +214,7 @@ class Steps(Follower):
     """A `Steps` reads the new lines of a metrics file at each call; lines that do not have the expected form are left
     out and listed in `faults`.
 
-    Such lines (with a text in place of a number, a negative time or a time in the future) would lead to wrong tables
-    that look right.
+    Such lines (a text in place of a number, a negative or future time) would lead to wrong tables that look right.
     """
 
     def __init__(self, file: Path):
@@ -224,15 +223,16 @@ class Steps(Follower):
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records that were added to the metrics file since the last call and have the expected form."""
+        latest = _DAY + max(time.time(), self.file.stat().st_mtime if self.file.exists() else 0.0)
         for record in super().records():
-            if fault := _fault_of(record):
+            if fault := _fault_of(record, latest):
                 self.faults.append(fault)
             else:
                 yield record
 
 
-def _fault_of(record: dict[str, Any]) -> str | None:
-    """Return what keeps a line from being a step's or a header's; None where nothing does."""
+def _fault_of(record: dict[str, Any], latest: float) -> str | None:
+    """Return what keeps a line, with a time up to `latest`, from being a step's or a header's; None if nothing does."""
     for name, least in (("total_steps", 0), ("start_step", 0), ("step", 1)):
         value = record.get(name)
         if value is not None and (type(value) is not int or not least <= value <= _MOST_STEPS):
@@ -241,7 +241,7 @@ def _fault_of(record: dict[str, Any]) -> str | None:
         value = record.get(name)
         if value is not None and not (_is_number(value) and 0 <= value < 1e15):
             return f"{name} is {_short(value)}, which is not a number"
-        if name == "time" and value is not None and value > time.time() + _DAY:
+        if name == "time" and value is not None and value > latest:
             return f"time is {_short(value)}, which is in the future by the clock of this host"
     for name in ("loss", "global_norm"):  # infinity and NaN are what a run can come to
         if not _is_number(record.get(name, 0.0)) and record[name] is not None:

@@ -385,14 +385,25 @@ def _newest(run: Run, view: View | None) -> int | None:
     """Return the step of the newest complete checkpoint that is there; if the folder of checkpoints holds none at all,
     as on another machine, that of the one that was sealed last. None if there is none, or if it cannot be read.
     """
-    place = view.get(("checkpoint", "save_path")) if view else None
-    if isinstance(place, str) and iterations(Path(place)):
+    place = _saves_of(run.folder, view) if view else None
+    if place and iterations(place):
         try:
-            there = newest_saved(Path(place))
+            there = newest_saved(place)
         except CheckpointError:  # which of them a resume would take is unknown, and no reason to report nothing else
             return None
         return there.step if there else None
     return next((span.step for span in reversed(run.spans) if span.sealed), None)
+
+
+def _saves_of(folder: Path, view: View) -> Path | None:
+    """Return the folder of a run's checkpoints: where the recipe says, or in `folder` if the run saved into its own
+    folder. (If this folder was moved, another run may have taken the path that the recipe names.)
+    """
+    place, before = (view.get(key) for key in (("checkpoint", "save_path"), ("output_dir",)))
+    if not isinstance(place, str):
+        return None
+    own = isinstance(before, str) and Path(before).is_absolute() and Path(place).is_relative_to(before)
+    return folder / Path(place).relative_to(str(before)) if own else Path(place)
 
 
 def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:

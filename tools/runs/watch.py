@@ -17,8 +17,9 @@ from typing import Any
 
 from plugins.expert_balance.routers import routers_file
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import as_span, spans_file
+from plugins.lines import OF, as_span, number_of, spans_file
 from tools.files.atomic import real_path
+from tools.files.locks import is_left
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Attempt, Plan, numbers, of_the_run, read, read_attempt, recipe_file
 from tools.runs.failures import Failure, failure_of, has_failed
@@ -37,7 +38,7 @@ from tools.runs.readings import (
     recipe_of,
 )
 from tools.runs.slow import Probes
-from tools.runs.study import JUDGED, state_of
+from tools.runs.study import GOES_ON, JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
 #
@@ -118,6 +119,7 @@ class Kept:
         self.last: dict[str, Any] = {}
         self.total: int | None = None
         self.began: float | None = None  # of the newest part
+        self.attempt: str | None = None  # that wrote the newest line
         self.first: float | None = None  # of the oldest one
         self.speeds: deque[float] = deque(maxlen=_SPEED_OF)
 
@@ -125,6 +127,7 @@ class Kept:
         """Read the records of steps that the run has written since the last call."""
         again = False
         for record in self.follower.records():
+            self.attempt = record.get(OF, self.attempt)
             if _opens(record, self.parts):
                 self.parts.append(_part(record, self.numbering.unit))
                 again = again or self.parts[-1].begin < self.made
@@ -146,6 +149,14 @@ class Kept:
         if place != self.cut:
             self.cut = place
             self._count()
+
+    def has_begun(self, plan: Plan) -> bool:
+        """Return whether a planned attempt, or a later one, has written lines. Lines of older versions name no attempt;
+        then their times, by the clock of a host, are compared with the plan's, by the clock of the disk.
+        """
+        if plan.name and self.attempt is not None:
+            return self.attempt == plan.name or number_of(self.attempt) > plan.attempt
+        return self.began is not None and self.began >= plan.time
 
     def _renumbered(self, record: dict[str, Any]) -> bool:
         """Take in how a step is numbered, and return whether this shows that the parts must be counted anew."""
@@ -219,7 +230,7 @@ def _number(record: dict[str, Any], name: str) -> float:
 
 
 OVER = {"done": 0, "given up": 1, "left": 1}  # states that a run does not leave by itself -> exit code
-BAD = ("failed", "given up", "left", "interrupted", "preempted")
+BAD = ("failed", "given up", "left", "interrupted", "preempted", "unfinished")
 
 
 @dataclass(frozen=True)
@@ -289,7 +300,8 @@ class Watch:
         self.probes = Probes(folder, recipe)
         self.asked: tuple[str, float | None] = "", None  # an attempt, and the tokens of a step of its recipe
         self.spans = Follower(spans_file(folder))
-        self.sealed: tuple[int, float] | None = None  # newest checkpoint: its step, and when it was whole
+        self.sealed: tuple[int | None, str | None] = None, None  # the newest checkpoint: its step, and its attempt
+        self.whole: dict[int | None, float] = {}  # when the checkpoint of a step was whole
         self.span_end = -math.inf
         self.held_out = Follower(held_out_file(folder))
         self.evaluation: Evaluation | None = None  # the newest
@@ -298,6 +310,7 @@ class Watch:
         self.measured: dict[str, Any] = {}  # the routers, in the newest step
         self.tell = routers or (lambda record: None)
         self.attempt: Attempt | None = None
+        self.before: Attempt | None = None  # the attempt before that one
         self.first: float | None = None  # the first attempt's plan
         self.failed: list[int] = []  # attempts that failed, of those that are over
         self.last_failure: Failure | None = None
@@ -314,7 +327,7 @@ class Watch:
         self._attempts()
         self.kept.look()
         plan = self.attempt.plan if self.attempt else None
-        waits = plan is not None and (self.kept.began is None or self.kept.began < plan.time)
+        waits = plan is not None and not self.kept.has_begun(plan)
         place = self._begin_of(plan) if plan and waits and self.kept.step else END
         self.untold = place is None
         self.kept.begin_at(END if place is None else place)
@@ -355,9 +368,11 @@ class Watch:
         newest = self.attempt.number if self.attempt else -1
         for attempt in (one for one in found if one >= newest):
             fresh = read_attempt(self.folder, attempt)
-            if self.attempt and fresh not in of_the_run([self.attempt, fresh]):
+            before = self.before if attempt == newest else self.attempt
+            if before and fresh not in of_the_run([before, fresh]):
+                self.attempt = before  # also where the launch had not been refused yet at the last look
                 continue
-            self.attempt = fresh
+            self.before, self.attempt = before, fresh
             if self.first is None and self.attempt.plan:
                 self.first = self.attempt.plan.time
             known = attempt, len(self.attempt.ends), self.attempt.verdict is not None
@@ -370,7 +385,16 @@ class Watch:
             if span := as_span(record):
                 self.span_end = max(self.span_end, span.end)
                 if span.sealed:
-                    self.sealed = span.step, span.end
+                    self.sealed, self.whole[span.step] = (span.step, record.get(OF)), span.end
+
+    def _checkpoint(self) -> tuple[int | None, float | None]:
+        """Return the step of the newest checkpoint, and when it was whole. Until an attempt has saved one, this is the
+        checkpoint of its plan: later ones were found damaged, or were left behind.
+        """
+        (step, name), plan = self.sealed, self.attempt.plan if self.attempt else None
+        if plan and step is not None and 0 <= number_of(name) < plan.attempt:
+            step = plan.step if plan.resume else None
+        return step, self.whole.get(step)
 
     def _sign(self) -> float | None:
         """Return the newest time that the run has written anywhere; of an attempt that has ended, its end."""
@@ -388,7 +412,7 @@ class Watch:
         # the host that is furthest behind is the one that the others wait for
         beat = min(attempt.beats.values(), key=lambda one: (one.step, one.since), default=None) if attempt else None
         running = beat if attempt and not attempt.ends else None
-        loss = kept.last.get("loss")
+        loss, (saved, whole) = kept.last.get("loss"), self._checkpoint()
         known = wall is not None and kept.seconds <= _CLOCKS * wall and not self.untold
         return Status(
             run=real_path(self.folder).name,
@@ -405,8 +429,8 @@ class Watch:
             # where it is unknown which steps are trained again
             goodput=min(kept.seconds / wall, 1.0) if known and wall else None,
             wall_seconds=wall,
-            checkpoint_step=self.sealed[0] if self.sealed else None,
-            checkpoint_age=max(0.0, self.sign - self.sealed[1]) if self.sealed and self.sign is not None else None,
+            checkpoint_step=saved,
+            checkpoint_age=max(0.0, self.sign - whole) if whole is not None and self.sign is not None else None,
             failures=len(self.failed) if attempt else None,
             last_failure=_in_words(self.last_failure),
             slow_ranks=self.probes.look().slow,
@@ -437,6 +461,8 @@ class Watch:
         """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
         if self.attempt:
             state = state_of(self.attempt)
+            if state in ("unfinished", GOES_ON) and is_left(self.folder):
+                return "unfinished"
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
         return "done" if done else "running"

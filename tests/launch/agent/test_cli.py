@@ -110,6 +110,21 @@ def test_who_plans_keeps_the_recipe_and_checks_the_order_of_the_data(start, work
         agent.prepare(Plan(1, 0.0, ["a", "b"], 1, "a", 5000, resume=str(saved), step=2))
 
 
+def test_agents_that_join_after_a_kill_do_not_go_on_with_another_model(start, workplace, save, monkeypatch):
+    """The attempt had no verdict, so nothing compared the checkpoint with the model: new layers began at random."""
+    run_dir = workplace / "output" / "mini-toy"
+    agent = start()
+    follow(replace(agent.job, host="a"), Plan(3, 0.0, ["a", "b"], 1, "a", 5000))
+    write(folder_of(run_dir, 3) / "plan.json", Plan(3, 0.0, ["a", "b"], 1, "a", 5000))
+    saved = str(save(run_dir / "checkpoint", 2))
+    compared = []
+    monkeypatch.setattr(cli, "check_model", lambda recipe, folder: compared.append(folder))
+    agent = start()
+    for number, times in ((4, 1), (5, 1)):
+        agent.prepare(Plan(number, 0.0, ["a", "b"], 1, "a", 5000, resume=saved, step=2))
+        assert len(compared) == times, number
+
+
 def test_the_digests_of_the_data_are_those_of_the_begin_of_a_launch(start, workplace):
     """They were written with every plan, also with one that is not followed: before its branch's checkpoints go."""
     run_dir, agent = workplace / "output" / "mini-toy", start()
@@ -259,6 +274,17 @@ def test_a_job_that_leaves_a_branch_does_not_take_it_for_its_own(requeued, save)
     plan, old, run_dir = requeued
     save(run_dir / "checkpoint", 60)
     assert plan(str(old), "auto", number=0, again=False).path == old
+
+
+@pytest.mark.parametrize("more", [(), ("auto",)])
+def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeued, save, more):
+    """The attempt was without a verdict, so the run went on from the newest checkpoint, whatever --resume said."""
+    plan, old, run_dir = requeued
+    assert plan(str(old), number=0, again=False).path == old
+    own, newer = save(run_dir / "checkpoint", 60), save(run_dir / "checkpoint", 70)
+    assert plan(str(old), *more).path == newer, "the same command as before goes on"
+    assert plan(str(own), *more, number=2).path == own
+    assert plan(str(own), *more, number=3).path == newer, "once"
 
 
 def test_auto_alone_finds_what_the_run_began_from(requeued, capsys):

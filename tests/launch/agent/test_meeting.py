@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from launch.agent.disk import Disk, LostDiskError
 from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting, Watch
+from launch.agent.part import Part
+from launch.agent.phases import Limits
+from launch.agent.planning import Job
+from launch.run.failure import Failure
+from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, DataError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
+from tools.recipe.load import Recipe
 from tools.runs.attempts import BEAT, END, Beat, End, Plan, Verdict, file_of, folder_of, read_attempt, write
 
 LOOKS = st.lists(st.tuples(st.integers(0, 3), st.floats(-1e4, 1e4)), max_size=40)  # a mark, seconds since the last look
@@ -219,8 +225,33 @@ def test_two_agents_of_one_name_are_refused(tmp_path):
     second.disk.pause = lambda seconds: (CLOCK.sleep(seconds), first.plan(0, lambda there: None))
     with pytest.raises(ClusterError, match="--host node0: an agent with this name already runs"):
         second.come(0)
+    second.gone(0)  # it said that another agent had replaced it, and the user read only that
     plan, _ = until(lambda: first.plan(0, plan_of_all))
     assert plan.hosts == ["node0"] and first.over(0) is None  # which is not disturbed
+
+
+def lost():
+    raise LostDiskError("the shared disk cannot be used")
+
+
+def test_an_end_of_a_host_that_could_not_ask_for_the_time_is_known(tmp_path):
+    """It was written with a time that no reader takes, so that its cause was lost, and nobody heard of the end."""
+    one, other = meetings(tmp_path, "node0", "node1")
+    until(lambda: one.plan(0, plan_of_all))
+    now, one.now = one.now(), lost
+    part = Part(Job(Recipe({}), tmp_path, "node0"), one.plan(0, plan_of_all), one, Limits())
+    one.end(0, part._end(Outcome(1, Failure("lost disk: it stalled", tmp_path, cause="lost disk")), None))
+    assert other.over(0) == "node0" and other.ended(0, "node0").cause == "lost disk"
+    assert 0 <= other.ended(0, "node0").time - now < 60
+
+
+def test_an_agent_comes_although_another_of_its_name_removes_the_folder(tmp_path):
+    """It said that the shared disk cannot be used: the other one was refused, and took the folder with it."""
+    (first,) = meetings(tmp_path, "node0")
+    second = Meeting(tmp_path, "node0", lost_after=LOST, disk=ClockedDisk(CLOCK, bound=1.0))
+    second.disk.pause = lambda seconds: (CLOCK.sleep(seconds), first.withdraw(0))
+    second.come(0)
+    assert second.there(0) == ["node0"]
 
 
 def plan_of_all(there):

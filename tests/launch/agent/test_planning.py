@@ -20,12 +20,13 @@ from launch.run.supervise import Outcome
 from launch.train import build_config
 from plugins.errors import CheckpointError
 from plugins.lines import ATTEMPT
-from plugins.sealed_checkpoint.plan import TRACKER, fault, iteration, iterations, made, write_seal
+from plugins.sealed_checkpoint.plan import SAVING, TRACKER, fault, iteration, iterations, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from tests.crashes import deaths, meetings
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
 from tools.recipe.load import Recipe, load_recipe
 from tools.runs.attempts import Verdict, folder_of, recipe_file, write
+from tools.runs.readings import read_parts
 
 
 class Standing:
@@ -241,12 +242,29 @@ def test_an_agent_joins_the_attempt_that_another_one_begins_while_it_looks(tmp_p
         folder_of(tmp_path, 4).mkdir()
         return newest
 
-    assert first_number(tmp_path) == 0
+    assert first_number(tmp_path, tmp_path) == 0
     folder_of(tmp_path, 3).mkdir(parents=True)
-    assert first_number(tmp_path) == 3
+    assert first_number(tmp_path, tmp_path) == 3
     write(folder_of(tmp_path, 3) / planning.VERDICT, Verdict(1.0, "done", "trained"))
     monkeypatch.setattr(planning, "newest_attempt", held_up)
-    assert first_number(tmp_path) == 4
+    assert first_number(tmp_path, tmp_path) == 4
+
+
+def test_a_launch_counts_on_from_attempts_whose_folders_were_removed(run, tmp_path):
+    """Its metrics were taken for lines of a late worker, and a checkpoint of the same step for a later one."""
+    run.save(run.plan(run.agent(A), 4), 8)
+    assert first_number(tmp_path / "another", run.saves) == 5
+    shutil.rmtree(run.folder / "attempts")
+    assert first_number(run.folder, run.saves) == 5
+    (run.saves / f"{SAVING}0005-a").mkdir()
+    assert first_number(run.folder, run.saves) == 6
+    metrics = run.folder / "metrics" / "rank_0.jsonl"
+    metrics.parent.mkdir()
+    header = '{"start_step": 0, "total_steps": 2, "attempt": "%04d-a"}\n{"step": 1, "attempt": "%04d-a"}\n'
+    metrics.write_text(header % (7, 7))
+    number = first_number(run.folder, run.saves)
+    metrics.write_text(header % (7, 7) + header % (number, number))
+    assert number == 8 and [each.attempt for each in read_parts(metrics)] == ["0007-a", "0008-a"]
 
 
 def test_a_host_that_was_held_up_leaves_the_recipe_of_a_later_attempt(run):
@@ -362,8 +380,17 @@ def planned(tmp_path, last, there, most=2):
     def can(hosts):
         return Smaller(most, [], "all") if len(hosts) >= most else Smaller(1, ["a=1"], "one") if hosts else "none"
 
-    job = Job(Recipe({}), tmp_path, A, (A, B), most)
+    recipe = Recipe({"use_parallel": True, "parallel_config": {"data_parallel": most}})
+    job = Job(recipe, tmp_path, A, (A, B), most)
     return Planning(job, last.number + 1, can, None, lambda plan: None)._hosts(there, [last])
+
+
+@pytest.mark.parametrize("before", [{"hosts": [A], "slots": 4}, {"hosts": [A, B, "c", "d"], "slots": 1}])
+def test_agents_that_are_started_on_another_number_of_nodes_plan_for_these(tmp_path, before):
+    """All agents had been killed. The new ones trained on the first of two hosts alone, or waited for four."""
+    lost = judged(*(end(host, 100, "lost node") for host in before["hosts"]), hosts=before["hosts"])
+    lost = replace(lost, plan=replace(lost.plan, **before), verdict=replace(lost.verdict, decision="restart"))
+    assert planned(tmp_path, lost, [A, B]) == ([A, B], [])
 
 
 def judged(*ends, overrides=(), **more):

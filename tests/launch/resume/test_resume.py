@@ -1,6 +1,7 @@
 """With which data and for how many steps a run may go on: `tc3 train --resume`, with msrun replaced (see conftest)."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from launch import train as worker
 from launch.run import script as script_run
 from plugins.attention_balance.samples import Cost
+from plugins.lines import Span, note
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
 from tools.layout import resolve
@@ -31,6 +33,22 @@ def test_more_steps_than_the_epoch_has_are_refused_and_the_way_on_is_named(train
         "would be refused here: going on from step 50"
         in train(TOY, "--resume", "auto", "--steps", "130", "--dry-run")[2]
     )
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["not mounted", "another save_path"])
+def test_a_run_does_not_begin_anew_where_the_folder_of_its_checkpoints_is_empty(train, runs, trained, elsewhere):
+    """It trained from step 1 on, because no attempt had gone on from a checkpoint."""
+    note(trained, Span("save", 50, 10.0, 11.0, sealed=True))
+    if not elsewhere:
+        (trained / "checkpoint").rename(trained / "disk")
+    more = ["--set", f"checkpoint.save_path={trained / 'another'}"] if elsewhere else []
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "100", *more)
+    assert code == 2 and len(runs) == 1, err
+    assert "no checkpoint is in this folder, although this run has saved step 50" in err
+    shutil.rmtree(trained / "another", ignore_errors=True)
+    named = trained / ("checkpoint" if elsewhere else "disk") / "iteration_00000050"
+    train(TOY, "--resume", str(named), "--steps", "100", *more)
+    assert len(runs) == 2, "what is named is taken"
 
 
 @pytest.mark.parametrize("wanted", ["50", "40"])

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from launch.agent.part import last_words
 from launch.run import summary as progress
-from launch.run.failure import worker_failure
+from launch.run.failure import Failure, worker_failure
 from launch.run.summary import TrainingProgress, complain, draw_loss_curve, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from tests.tools.runs.builders import append, empty, header, step
@@ -125,6 +125,18 @@ def test_a_run_whose_last_evaluation_was_interrupted_says_which_step_its_held_ou
     print_summary(summary)
     text = capsys.readouterr().out
     assert "(on text never trained on; last evaluated after step 8 of 9)\n" in text
+
+
+def test_a_loss_curve_that_cannot_be_written_hides_nothing(tmp_path, metrics, capsys):
+    """On a full disk the user read, with exit code 2, that loss.png cannot be written, and not which worker failed."""
+    append(metrics, header(2), step(1), step(2))
+    (tmp_path / "loss.png").mkdir()
+    recipe = Recipe({"checkpoint": {"save_path": str(tmp_path / "checkpoint")}})
+    summary = summarize(tmp_path, recipe, Outcome(1, Failure("worker 0 failed", tmp_path)), lambda *_: ["tc3"])
+    assert (summary["error"], summary["steps"], summary["picture"]) == ("worker 0 failed", 2, None)
+    print_summary(summary)
+    said = capsys.readouterr()
+    assert "loss.png: this path cannot be written" in said.err and "it could not be written" in said.out
 
 
 def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):

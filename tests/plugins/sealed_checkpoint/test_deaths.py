@@ -170,6 +170,18 @@ def test_names_never_show_a_refused_checkpoint_as_whole(tmp_path):
         assert whole == ("refused" not in json.loads(plan.seal_file(folder, 1).read_text())), where
 
 
+def test_the_files_of_a_rank_are_on_the_disk_before_their_seal(tmp_path, monkeypatch):
+    """After a power cut the only checkpoint had a seal, and files without their content."""
+    order = []
+    monkeypatch.setattr(plan, "flush", lambda path: order.append(path.name))
+    monkeypatch.setattr(plan, "write_whole", lambda path, content: order.append(path.name))
+    (tmp_path / "common.json").write_text("{}")
+    for kind in ("model", "opt"):
+        (tmp_path / f"m-{kind}-0000000-0000001.safetensors").write_text("weights")
+    plan.write_seal(tmp_path, 0, 1, 4)
+    assert len(order) == 4 and order[-1] == "seal_rank_0.json" and {*order[:-1]} <= {p.name for p in tmp_path.iterdir()}
+
+
 def publishes(attempt):
     """What rank 0 of an attempt does when all have sealed step 4."""
     return lambda root: publish(saving_folder(root, attempt) / "iteration_00000004", root)

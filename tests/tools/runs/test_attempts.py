@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from plugins.sealed_checkpoint.plan import write_seal
 from plugins.straggler_probe.record import append as add_probe
 from plugins.straggler_probe.record import probe_file
 from tests.plugins.straggler_probe.histories import history
@@ -33,7 +34,7 @@ from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
 from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
 from tools.runs.slow import slow_of
-from tools.runs.study import study
+from tools.runs.study import content, study
 from tools.runs.watch import Watch
 from tools.schema.stages import loss_rank
 
@@ -89,6 +90,53 @@ def test_a_refused_launch_is_no_part_of_an_ended_run(tmp_path, decision, state):
     append(empty(run_dir), header(2), step(1), step(2))
     assert study(run_dir).state == state
     assert Watch(run_dir).look().state == state
+
+
+def test_a_launch_that_is_refused_while_it_is_watched_is_no_part_of_an_ended_run(tmp_path):
+    """Its folder is there before its verdict: the finished run became one that was given up."""
+    run_dir = tmp_path / "run"
+    write(folder_of(run_dir, 0) / "plan.json", Plan(0, 1.0, ["a", "b"], 1, "a", 9000))
+    write(folder_of(run_dir, 0) / "verdict.json", Verdict(2.0, "done", "why"))
+    append(empty(run_dir), header(2), step(1), step(2))
+    watch = None
+    for number in (1, 2):
+        folder_of(run_dir, number).mkdir()
+        watch = watch or Watch(run_dir)
+        assert watch.look().state == "running"
+        refused = Verdict(3.0, "give up", "another model", "a", cause="user error")
+        write(folder_of(run_dir, number) / "verdict.json", refused)
+        for _ in range(2):
+            now = watch.look()
+            assert (now.state, now.attempt, now.failures) == ("done", 0, 0)
+
+
+def test_a_run_that_was_renamed_is_not_told_by_the_run_that_has_its_name_now(tmp_path):
+    """Its report quoted the log of the other run, and named the other run's checkpoint."""
+    place = tmp_path / "run"
+
+    def train(step, words):
+        builder = Builder(place, 20)
+        builder.plan()
+        builder.train(step, save=0)
+        builder.kill(lines=(words,))
+        recipe = {"output_dir": str(place), "checkpoint": {"save_path": str(place / "checkpoint")}}
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        saved = place / "checkpoint" / f"iteration_{step:08d}"
+        saved.mkdir(parents=True)
+        (saved / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights")
+        write_seal(saved, 0, world_size=1, step=step)
+        [end] = place.glob("attempts/0000/end-node1.json")
+        log = place / "attempts" / "0000" / "logs" / "worker_1.log"
+        end.write_text(json.dumps({**json.loads(end.read_text()), "log": str(log)}))
+
+    train(4, "OSError: [Errno 28] No space left on device")
+    place.rename(tmp_path / "old")
+    train(8, "Segmentation fault")
+    found = content(study(tmp_path / "old"))
+    assert found["checkpoints"]["newest"] == 4
+    assert found["failures"][0]["log"] == str(tmp_path / "old/attempts/0000/logs/worker_1.log")
+    found = content(study(place))
+    assert found["checkpoints"]["newest"] == 8
 
 
 def test_the_attempts_of_a_run_in_order(tmp_path):

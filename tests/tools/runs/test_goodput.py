@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import DataError
-from tests.tools.runs.builders import Builder, random_run
+from tests.tools.runs import builders
+from tests.tools.runs.builders import Builder, append, empty, header, random_run
 from tests.tools.runs.reference import tenths
 from tools.runs import goodput
-from tools.runs.attempts import Attempt, End, Plan
+from tools.runs.attempts import Attempt, End, Plan, Verdict, folder_of, write
 from tools.runs.goodput import WORDS, ledger
 from tools.runs.readings import Part, Run, load_run
+from tools.runs.watch import Watch
 
 TENTH = 100_000  # microseconds
 
@@ -33,6 +35,34 @@ def test_the_time_of_random_runs_is_as_built_and_as_the_reference_says(tmp_path,
     assert (found.kept_steps, found.lost_steps) == (built.kept_steps, built.lost_steps) and built.kept_steps == 60
     assert found.goodput == pytest.approx(built.truth["kept"] / built.wall)
     assert [sum(found.totals(frame.number).values()) for frame in found.frames]
+
+
+@pytest.mark.parametrize("skew", [-600.0, 0.0, 600.0])
+def test_steps_belong_to_the_attempt_that_they_name_whatever_the_clocks_say(tmp_path, skew):
+    """The clocks of hosts may differ from the disk's. Steps counted as those of the attempt before, so that none was
+    trained again, or as those of a run without attempts; `watch` showed the checkpoint's step while the second trained.
+    """
+
+    def train(number, start, stop, time):
+        name = f"{number:04d}-a"
+        resume = {"resume": "/x/iteration_00000005", "step": start, "start": start} if start else {}
+        write(folder_of(tmp_path, number) / "plan.json", Plan(number, time, ["a"], 1, "a", 9000, name=name, **resume))
+        begun = watch.look().step
+        append(metrics, {**header(20, start), "time": time + skew + 20, "attempt": name})
+        for at in range(start + 1, stop + 1):
+            clock = {"time": time + skew + 20 + 10 * (at - start), "seconds": 10.0}
+            append(metrics, {**builders.step(at), **clock, "attempt": name})
+        return begun, watch.look().step
+
+    metrics = empty(tmp_path)
+    watch = Watch(tmp_path)
+    assert train(0, 0, 10, 1000.0) == (0, 10)
+    write(folder_of(tmp_path, 0) / "end-a.json", End("a", 1125.0, "failed", "step", 10, "exit"))
+    write(folder_of(tmp_path, 0) / "verdict.json", Verdict(1126.0, "restart", "why", "a"))
+    assert train(1, 5, 12, 1130.0) == (5, 12)
+    found = ledger(load_run(tmp_path))
+    assert (found.kept_steps, found.lost_steps, len(found.frames)) == (12, 5, 2)
+    assert any("clocks of a host and of the disk differ" in note for note in found.notes) == bool(skew)
 
 
 numbers = st.floats(0, 2000, allow_nan=False)

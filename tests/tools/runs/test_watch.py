@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -22,13 +23,15 @@ from rich.console import Console
 
 from plugins.errors import DataError, TC3Error
 from plugins.expert_balance.routers import Watcher, routers_file
+from plugins.lines import ATTEMPT, Span, note
 from plugins.straggler_probe.record import Record, probe_file
 from plugins.straggler_probe.record import append as corrupted_append
 from tests.corrupted import corrupted, places
 from tests.tools.runs import builders
 from tests.tools.runs.builders import Builder, append, random_run
+from tools.files.locks import LOCK
 from tools.runs import cli, readings
-from tools.runs.attempts import END, End, folder_of, write
+from tools.runs.attempts import END, End, Plan, folder_of, write
 from tools.runs.cli import runs
 from tools.runs.goodput import ledger
 from tools.runs.readings import load_run
@@ -194,6 +197,56 @@ def test_the_newest_held_out_losses_are_shown(tmp_path):
     append(file, {"step": 7, "held_out_loss": math.inf})
     assert "held-out loss not finite (step 7)," in cli.line(watch.look())
     assert watch.look().held_out_corpora == {}
+
+
+def test_a_run_whose_launch_was_killed_is_not_said_to_be_running(tmp_path):
+    """Nothing was written after the kill, so `--once` said `running`, and ended with 0, for ever."""
+    folder = tmp_path / "run"
+    builder = Builder(folder, 100)
+    builder.plan()
+    builder.train(7)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for lock, state in (
+        (f"{os.getpid()} {socket.gethostname()}", "running"),
+        (f"{dead.pid} {socket.gethostname()}", "unfinished"),
+        (f"{dead.pid} another-host", "running"),
+        ("", "running"),  # of agents
+    ):
+        (folder / LOCK).write_text(lock)
+        result = run(folder, "--once", "--json")
+        assert (json.loads(result.output)["state"], result.exit_code) == (state, int(state == "unfinished"))
+    builder.kill(host=1)
+    (folder / LOCK).write_text(f"{dead.pid} {socket.gethostname()}")
+    assert Watch(folder).look().state == "unfinished", "nobody begins the next attempt"
+
+
+def test_a_watching_host_whose_clock_is_days_behind_sees_all_steps(tmp_path, monkeypatch):
+    """It left all steps out, as steps of the future, without a word."""
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7)
+    monkeypatch.setattr(readings.time, "time", lambda: 0.0)
+    assert Watch(tmp_path / "run").look().step == 7
+
+
+def test_the_newest_checkpoint_is_one_that_was_not_left_behind(tmp_path, monkeypatch):
+    """After a spike the checkpoint that had been saved last was still named, although it was set aside."""
+    folder = tmp_path / "run"
+    write(folder_of(folder, 0) / "plan.json", Plan(0, 100.0, ["a"], 1, "a", 9000, name="0000-a"))
+    monkeypatch.setenv(ATTEMPT, "0000-a")
+    for step in (4, 8):
+        note(folder, Span("save", step, 100.0 + step, 101.0 + step, sealed=True))
+    watch = Watch(folder)
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (8, 0.0)
+    resumed = Plan(1, 125.0, ["a"], 1, "a", 9000, name="0001-b", resume="/x/iteration_00000004", step=4, start=4)
+    write(folder_of(folder, 1) / "plan.json", resumed)
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (4, 20.0)
+    write(folder_of(folder, 2) / "plan.json", replace(resumed, attempt=2, name="0002-c", resume=None, step=0))
+    assert (watch.look().checkpoint_step, watch.look().checkpoint_age) == (None, None)
+    monkeypatch.setenv(ATTEMPT, "0002-c")
+    note(folder, Span("save", 6, 130.0, 131.0, sealed=True))
+    assert watch.look().checkpoint_step == 6
 
 
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):

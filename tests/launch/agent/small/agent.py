@@ -46,7 +46,7 @@ def main() -> int:
     )
     planning.SETTLE = float(os.environ.get("SMALL_SETTLE", planning.SETTLE))
     every = dict.fromkeys(DEFAULTS, float(os.environ.get("SMALL_LIMIT", LIMIT)))
-    return Agent(job, limits=Limits(every, every)).run(first_number(job.run_dir)).code
+    return Agent(job, limits=Limits(every, every)).run(first_number(job.run_dir, job.saves)).code
 
 
 def run_dir_file(run_dir: Path) -> Path:
