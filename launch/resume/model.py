@@ -41,7 +41,7 @@ from tools.checkpoint.stored import (
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert_plan import model_of as weights_model_of
@@ -52,7 +52,6 @@ from tools.weights.reshard_target import target_of
 from tools.weights.source import open_source
 
 _LISTED = 3  # tensors in a message
-_OTHER_NAMES = "LayerNorm"  # its weights are called gamma and beta, which no module here knows
 _HOW_TO_BEGIN = (
     "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
     'checkpoint) or a folder that tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
@@ -138,8 +137,6 @@ def _of_the_layout(recipe: Recipe) -> tuple[Shapes, Shapes]:
     Raises:
         RecipeError: the names of the weights are not known.
     """
-    if View(recipe).get((*MODEL, "normalization")) == _OTHER_NAMES:
-        raise RecipeError(f"the weights of {_OTHER_NAMES} are called gamma and beta")
     target = target_of(recipe)
     biases = {name: placed.shape for name, placed in target.states.items() if name.endswith(".expert_bias")}
     return {name: placed.shape for name, placed in target.weights.items()}, biases

@@ -54,8 +54,9 @@ BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them,
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
 OPTIMIZERS = ("AdamW", "PmaAdamW", "Muon")  # those whose state is known by name
+LAYER_NORM = ("gamma", "beta")  # the names of a LayerNorm's two weights; those of other norms are called weight
 # how names of trained parameters end; others count, or balance
-_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *CONNECTIONS)
+_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *LAYER_NORM, *CONNECTIONS)
 # types that the safetensors package does not read into NumPy: of DeepSeek-V3's published weights
 _EIGHT_BITS: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,

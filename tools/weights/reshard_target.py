@@ -22,7 +22,7 @@ from plugins.hyper_connections.plan import SUBLAYERS
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
 from plugins.lora.plan import WEIGHT, is_adapter
 from plugins.sealed_checkpoint.router_state import STATE
-from tools.checkpoint.stored import moments_of
+from tools.checkpoint.stored import LAYER_NORM, moments_of
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
@@ -269,7 +269,7 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
         else:
             path, names = "", ENDS
         for weight in _weights(config, kind):
-            yield path + _name(weight, names), weight
+            yield path + _name(weight, names, config.model.norm_bias), weight
 
 
 def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
@@ -278,7 +278,7 @@ def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
     return weights(config.model, kind, config.shared_whole)
 
 
-def _name(weight: Weight, names: dict[str, str]) -> str:
+def _name(weight: Weight, names: dict[str, str], layer_norm: bool) -> str:
     if weight.name in _CONNECTIONS:
         return weight.name
     adapted, _, matrix = weight.name.rpartition("_lora_")
@@ -289,7 +289,8 @@ def _name(weight: Weight, names: dict[str, str]) -> str:
         raise RecipeError(f"{weight.name}: tc3 does not know MindFormers' name of this weight, so no rank can store it")
     if weight.split == "experts":
         return names[plain]
-    return names[plain] + (".bias" if plain != weight.name else ".weight")
+    scale, shift = LAYER_NORM if layer_norm and "norm" in plain else ("weight", "bias")
+    return f"{names[plain]}.{shift if plain != weight.name else scale}"
 
 
 def _shape(weight: Weight) -> Shape:
@@ -310,7 +311,8 @@ def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int,
     copies = tuple(axis for axis in every if axis not in cutting)
     rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
     small = weight.name in _CONNECTIONS and weight.columns == 1  # the optimizer leaves these whole (their adapter.py)
-    shards = 1 if small else configuration.weight_shards(weight, config)
+    whole = small or (config.model.norm_bias and "norm" in weight.name)  # and those of a LayerNorm (norm.py)
+    shards = 1 if whole else configuration.weight_shards(weight, config)
     devices, rows, columns = _shard(devices, rows, columns, copies, shards)
     return tuple(devices), (rows, columns)[: len(_shape(weight))]
 

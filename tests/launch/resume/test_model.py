@@ -1,6 +1,6 @@
 """These tests compare a checkpoint with models that nothing converts to Hugging Face: experts in every second layer or
-without a shared expert, and grouped queries with norms or biases. Adapters, settings that no shape shows and Hugging
-Face folders are compared with their recipe, too.
+without a shared expert, LayerNorm, and grouped queries with norms or biases. Adapters, settings that no shape shows and
+Hugging Face folders are compared with their recipe, too.
 """
 
 import json
@@ -27,7 +27,7 @@ from tools.weights.reshard_target import target_of
 
 STRANGERS = [
     *("every second layer", "gate of the shared expert", "no shared expert, but its width"),
-    *("grouped, biases", "grouped, normed queries", "grouped, no gate"),
+    *("grouped, biases", "grouped, normed queries", "grouped, no gate", "LayerNorm"),
 ]
 
 
