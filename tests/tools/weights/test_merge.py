@@ -266,6 +266,17 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*mean*"))
 
 
+def test_moments_are_left_out_whatever_the_prefix_of_their_files(tmp_path):
+    sources = []
+    for name in "ab":
+        checkpoint = Saved(tmp_path / name, 1, "small-model-2")
+        checkpoint.put("linear.weight", numbered(2), (1,), [[0]])
+        checkpoint.put("adam_m.linear.weight", numbered(2), (1,), [[0]], "opt")
+        sources.append(open_source(checkpoint.write()))
+    average(sources, tmp_path / "mean")
+    assert read_whole(tmp_path / "mean").arrays.keys() == {"linear.weight"}
+
+
 def test_low_precision_is_rounded_once(tmp_path):
     sources = []
     for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0078125)):
