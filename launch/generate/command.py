@@ -34,7 +34,7 @@ from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
-from tools.weights.convert_plan import recipe_beside, settings_of_run
+from tools.weights.convert_plan import recipe_beside, refuse_lost_biases, settings_of_run
 from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
@@ -124,6 +124,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
             f"{recipe.source}: model.model_config.seq_length: the key is missing; write the number of tokens of the "
             "model's context"
         )
+    refuse_lost_biases(source, recipe)
     adapters, chosen = any(map(is_adapter, source.headers)), value_at(recipe, LORA, False)
     if adapters and chosen is not False:
         require_adapters(source, Settings.read(chosen), recipe)

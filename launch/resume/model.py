@@ -49,7 +49,7 @@ from tools.weights.convert_plan import recipe_of_run, settings_of_run
 from tools.weights.hugging_face_config import check_config
 from tools.weights.hugging_face_names import hugging_face_shapes, table
 from tools.weights.reshard_target import target_of
-from tools.weights.source import open_source
+from tools.weights.source import is_of_the_model, open_source
 
 _LISTED = 3  # tensors in a message
 _HOW_TO_BEGIN = (
@@ -301,6 +301,7 @@ def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
             f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model: {_listed(wrong)}; name "
             "the folder of this model's weights, or the recipe of these weights"
         )
+    _say_left_out(folder, [name for name in held if name.endswith(".e_score_correction_bias") and name not in wanted])
 
 
 def _say_extended(folder: Path, differences: str) -> None:
@@ -371,9 +372,14 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             "begins with its initial values",
             err=True,
         )
-    if unknown := [name for name in held if own and kind_of(name) == "weights" and name not in wanted]:
+    _say_left_out(folder, [name for name in held if own and is_of_the_model(name) and name not in wanted])
+
+
+def _say_left_out(folder: Path, names: Sequence[str]) -> None:
+    """Report weights with which a new run does not begin, although the folder holds them."""
+    if names:
         click.echo(
-            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(unknown)}, which are left out",
+            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(names)}, which are left out",
             err=True,
         )
 

@@ -24,7 +24,7 @@ from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
 from tools.recipe.dump import is_of_run
-from tools.recipe.findings import in_file
+from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
@@ -38,6 +38,7 @@ from tools.weights.source import SINGLE, Source
 Target = Literal["Hugging Face", "MindFormers"]
 CONVERTED = ("F32", "BF16", "F16")  # types that weights have
 LISTED = 8  # names in a message
+_BIASED = "moe_router_enable_expert_bias"
 _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 
@@ -302,12 +303,29 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     file = recipe or recipe_beside(source.path)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
+    if to == "MindFormers":
+        refuse_lost_biases(source, loaded)
     config = check_config(source.path, sizes) if to == "MindFormers" else None
     tied = bool(config and config.get("tie_word_embeddings"))
     plan = plan_conversion(source.headers, sizes, to, dtype, limit, tied)
     refuse_other_settings(source, file, loaded)
     ends = View(loaded).get((*LOADER, "config", "eod"))
     return Conversion(plan, sizes, file, config is not None, ends if type(ends) is int else None)
+
+
+def refuse_lost_biases(source: Source, recipe: Recipe) -> None:
+    """Raise RecipeError if the weights in `source` have routers' biases, and the routers of the recipe's model have
+    none.
+    """
+    given = any(name.endswith((".e_score_correction_bias", ".expert_bias")) for name in source.headers)
+    fields = convert(View(resolve(recipe)), load_schema()).fields if given else {}
+    if fields.get("num_moe_experts") and not fields.get(_BIASED):
+        raise refusal(
+            recipe,
+            (*MODEL, _BIASED),
+            f"the routers in {source.path} have biases, by which they choose experts, and the recipe's model would "
+            "leave the biases out; write True",
+        )
 
 
 def recipe_beside(weights: Path) -> Path:

@@ -66,6 +66,13 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
         choose(run / "checkpoint" / "iteration_00000002", smaller)
 
 
+def test_a_recipe_whose_routers_would_leave_the_biases_out_is_refused(run, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(f"base_config: {MINI}\nmodel: {{model_config: {{moe_router_enable_expert_bias: False}}}}\n")
+    with pytest.raises(RecipeError, match=r"moe_router_enable_expert_bias: the routers in \S+02 have biases"):
+        choose(run / "checkpoint" / "iteration_00000002", other)
+
+
 def test_settings_that_the_run_did_not_train_with_are_said(run, tmp_path, capsys):
     (run / "attempts").mkdir()
     other = tmp_path / "other.yaml"

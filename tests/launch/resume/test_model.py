@@ -175,6 +175,15 @@ def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_pa
     assert f"so the settings with which {folder} was trained are not compared" in capsys.readouterr().err
 
 
+def test_biases_of_routers_that_a_new_run_leaves_out_are_named(tmp_path, capsys):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    loads = f"checkpoint.load_path={saved(tmp_path / 'iteration_00000004', recipe)}"
+    check_load_path(apply_overrides(recipe, [loads]))
+    assert capsys.readouterr().err == ""
+    check_load_path(apply_overrides(recipe, [loads, "model.model_config.moe_router_enable_expert_bias=False"]))
+    assert "does not have decoder.layers.1.mlp.router.expert_bias;" in capsys.readouterr().err
+
+
 def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path, capsys):
     """The workers compared names only, after they had compiled; rope_theta and its like were compared by nobody."""
     recipe = apply_overrides(load_recipe(ROOT / "recipes/mini/pretrain.yaml"), [f"checkpoint.load_path={tmp_path}"])
@@ -195,6 +204,9 @@ def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path,
     with pytest.raises(CheckpointError, match=r"no model\.layers\.1\.mlp\.gate\.e_score_correction_bias"):
         check_load_path(recipe)
     save_file(weights, tmp_path / "model.safetensors")
+    capsys.readouterr()
+    check_load_path(apply_overrides(recipe, ["model.model_config.moe_router_enable_expert_bias=False"]))
+    assert "does not have model.layers.1.mlp.gate.e_score_correction_bias;" in capsys.readouterr().err
     wider = apply_overrides(recipe, ["model.model_config.intermediate_size=192"])
     with pytest.raises(CheckpointError, match=r"not the weights of the recipe's model: model\.layers\.0\S+ is \["):
         check_load_path(wider)
