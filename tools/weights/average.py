@@ -17,7 +17,7 @@ from tools.checkpoint.stored import METADATA, MODEL_FILE, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder, real_path
 from tools.recipe.load import Recipe
-from tools.weights.convert_plan import changed_settings, recipe_of_run
+from tools.weights.convert_plan import changed_settings, keep_recipe, recipe_of_run
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target
 
@@ -50,6 +50,7 @@ def average(
     shares = check_average(sources, target, shares)
     last, averaged = sources[-1].stored, set()
     described, step, ranks = _described(last), sources[-1].step or 0, sources[-1].ranks
+    recipe = next(filter(None, (recipe_of_run(source.path) for source in sources)), None)
     with atomic_folder(target) as part:
         for file in filter(MODEL_FILE.search, last.files):
             progress(file)
@@ -63,6 +64,8 @@ def average(
             save_arrays(arrays, part / file)
         for name, content in described.items():
             (part / name).write_bytes(content)
+        if recipe:
+            keep_recipe(part, recipe)
         mark(part, damaged)
         for rank in range(ranks):
             write_seal(part, rank, ranks, step)

@@ -23,7 +23,7 @@ from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
-from tools.recipe.dump import is_of_run
+from tools.recipe.dump import dump_recipe, is_of_run
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
@@ -38,6 +38,7 @@ from tools.weights.source import SINGLE, Source
 Target = Literal["Hugging Face", "MindFormers"]
 CONVERTED = ("F32", "BF16", "F16")  # types that weights have
 LISTED = 8  # names in a message
+KEPT = "recipe_of_weights.yaml"  # in a folder of merged or averaged weights
 _BIASED = "moe_router_enable_expert_bias"
 _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
@@ -329,8 +330,8 @@ def refuse_lost_biases(source: Source, recipe: Recipe) -> None:
 
 
 def recipe_beside(weights: Path) -> Path:
-    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*; raise RecipeError if this file
-    does not exist.
+    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*, or that of the recipe that
+    `keep_recipe` has written; raise RecipeError if the file does not exist.
     """
     file = _beside(weights)
     if not file.is_file():
@@ -341,7 +342,15 @@ def recipe_beside(weights: Path) -> Path:
 
 
 def _beside(folder: Path) -> Path:
-    return folder.absolute().parent.parent / "recipe.yaml"
+    kept = folder / KEPT
+    return kept if kept.exists() else folder.absolute().parent.parent / "recipe.yaml"
+
+
+def keep_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe of the run that trained weights into the folder of new weights that are made of them, so that
+    no later command takes the new weights for those of another model.
+    """
+    dump_recipe(recipe, folder / KEPT)
 
 
 # MindFormers' settings that change the results of a model, and no shape of its weights
@@ -376,11 +385,11 @@ def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
 
 
 def recipe_of_run(checkpoint: Path, say: bool = False) -> Recipe | None:
-    """Return the recipe of the run that saved `checkpoint`; None if the checkpoint is not in the folder of a run, or if
-    the recipe cannot be read, which is printed on stderr if `say` is true.
+    """Return the recipe of the run that saved `checkpoint`, or that `keep_recipe` has written; None if there is none,
+    or if the recipe cannot be read, which is printed on stderr if `say` is true.
     """
     file = _beside(checkpoint)
-    if not checkpoint.absolute().name.startswith("iteration_") or not file.exists():
+    if not file.exists() or (file.name != KEPT and not checkpoint.absolute().name.startswith("iteration_")):
         return None
     try:
         return load_recipe(file)

@@ -156,6 +156,21 @@ def test_the_weights_of_a_layer_norm_are_merged_and_averaged_as_all_others(tmp_p
         np.testing.assert_array_equal(found[name], right.astype(np.float32))
 
 
+def test_merged_and_averaged_weights_know_the_recipe_that_trained_them(tmp_path, recipe):
+    """A conversion of them took settings that no shape shows, such as the base of RoPE, from any recipe."""
+    for name in "ab":
+        checkpoint, _ = adapted(tmp_path / name / "checkpoint", recipe)
+        (tmp_path / name / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+        source = open_source(checkpoint)
+        merge(source, tmp_path / f"merged_{name}", plan_merge(source, None, 10**9))
+    average([open_source(tmp_path / f"merged_{name}") for name in "ab"], tmp_path / "mean")
+    other = recipe_of(tmp_path / "other", {"model": {"model_config": {"rope_theta": 5e4}}})
+    for name in ("merged_a", "mean"):
+        with pytest.raises(RecipeError, match=r"recipe_of_weights\.yaml\): rope_theta was 10000.0 and is 50000.0 now"):
+            converted(tmp_path / name, tmp_path / f"hf_{name}", other)
+        converted(tmp_path / name, tmp_path / f"hf_{name}", None)
+
+
 BIAS, LOAD = "decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.expert_load"
 
 
