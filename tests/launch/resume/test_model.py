@@ -1,6 +1,6 @@
 """These tests compare a checkpoint with models that nothing converts to Hugging Face: experts in every second layer or
-without a shared expert, LayerNorm, and grouped queries with norms or biases. Adapters, settings that no shape shows and
-Hugging Face folders are compared with their recipe, too.
+without a shared expert, LayerNorm, fused projections, and grouped queries with norms or biases. Adapters, settings that
+no shape shows and Hugging Face folders are compared with their recipe, too.
 """
 
 import json
@@ -28,6 +28,7 @@ from tools.weights.reshard_target import target_of
 STRANGERS = [
     *("every second layer", "gate of the shared expert", "no shared expert, but its width"),
     *("grouped, biases", "grouped, normed queries", "grouped, no gate", "LayerNorm"),
+    "joint matrix with biases",
 ]
 
 
@@ -43,7 +44,7 @@ def stranger(name):
 
 def saved(folder, recipe, states=("adam_m", "adam_v")):
     """Write what one rank saves of a recipe's model, with all values zero."""
-    checkpoint, target = Saved(folder, 1), target_of(recipe)
+    checkpoint, target = Saved(folder, 1), target_of(recipe, fused=True)
     for name, placed in target.weights.items():
         for each in (name, *(f"{state}.{name}" for state in states)):
             kind = "model" if each == name else "opt"
