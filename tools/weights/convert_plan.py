@@ -359,7 +359,9 @@ _OF_RESULTS = (
     *("mscale_all_dim", "layernorm_epsilon", "normalization", "hidden_act", "gated_linear_unit", "qk_layernorm"),
     *("num_attention_heads", "num_query_groups", "window_size", "use_interleaved_weight_layout_mlp", "norm_topk_prob"),
     *("moe_router_topk", "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_num_groups"),
-    *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating"),
+    *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating", "rotary_interleaved"),
+    *("use_contiguous_weight_layout_attention", "nope_layer_interval", "use_alibi_mask", "rotary_cos_format"),
+    *("apply_residual_connection_post_layernorm", "rotary_seq_len_interpolation_factor"),
 )
 
 

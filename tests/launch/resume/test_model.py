@@ -20,7 +20,9 @@ from tools.accuracy.reference.start import initial_weights
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import load_mini
 from tools.recipe.override import apply_overrides
+from tools.weights.convert_plan import changed_settings
 from tools.weights.convert_plan import model_of as weights_model_of
 from tools.weights.hugging_face_config import config_of
 from tools.weights.reshard_target import target_of
@@ -159,6 +161,24 @@ def test_a_resume_goes_on_with_the_model_that_was_trained(tmp_path, change, said
         else pytest.raises(CheckpointError, match=rf"changes settings of the model .*: {said}\. Undo")
     ):
         check_data_order(apply_overrides(recipe, [change]), tmp_path, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name, changed",
+    [
+        ("telechat3_36b/pretrain_8k.yaml", {"use_contiguous_weight_layout_attention": True}),
+        ("telechat3_36b/pretrain_8k.yaml", {"nope_layer_interval": 2}),
+        ("telechat3_105b/pretrain_4k.yaml", {"use_alibi_mask": True}),
+    ],
+)
+def test_settings_with_which_a_model_can_no_longer_be_converted_are_compared(name, changed):
+    """With the first one, rows of queries were taken for those of keys and values."""
+    before, after = (load_mini(ROOT / "recipes" / name) for _ in range(2))
+    after["model"]["model_config"] |= changed
+    (key,) = changed
+    assert changed_settings(before, before) == [] == changed_settings(after, after)
+    assert [said.split()[0] for said in changed_settings(before, after)] == [key]
+    assert [said.split()[0] for said in changed_settings(after, before)] == [key]
 
 
 def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_path, capsys):
