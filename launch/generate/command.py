@@ -31,9 +31,10 @@ from tools.layout.resolve import resolve
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import compute_on_cpu, leave_ascend
+from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
-from tools.weights.convert_plan import recipe_beside, settings_of_run
+from tools.weights.convert_plan import recipe_beside, refuse_lost_biases, settings_of_run
 from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
@@ -89,6 +90,8 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         raise CheckpointError(f"{path}: this is not a complete checkpoint: {reason}; give another checkpoint")
     recipe = resolve(load_recipe(recipe_file or recipe_beside(path)))
     _refuse_model(recipe, source)
+    if value_at(recipe, LORA, False) is not False and not any(map(is_adapter, source.headers)):
+        recipe = apply_overrides(recipe, [f"{LORA}=False"])  # the adapters are merged, or the training has not begun
     file, changed = settings_of_run(source.path, recipe)
     if changed:
         click.echo(
@@ -121,6 +124,7 @@ def _refuse_model(recipe: Recipe, source: Source) -> None:
             f"{recipe.source}: model.model_config.seq_length: the key is missing; write the number of tokens of the "
             "model's context"
         )
+    refuse_lost_biases(source, recipe)
     adapters, chosen = any(map(is_adapter, source.headers)), value_at(recipe, LORA, False)
     if adapters and chosen is not False:
         require_adapters(source, Settings.read(chosen), recipe)

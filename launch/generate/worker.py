@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -138,16 +139,18 @@ def _from_mindformers(source: Source) -> Reader:
 
 
 def _from_hugging_face(source: Source, recipe: Recipe) -> Reader:
-    sizes = model_of(recipe)
+    # the recipe's model has no MTP layers here (`forward_recipe`); the folder may have some, which are not read
+    mtp_layers = sum(name.endswith(".eh_proj.weight") for name in source.headers)
+    sizes = replace(model_of(recipe), mtp_layers=mtp_layers)
     config = check_config(source.path, sizes)
     tied = bool(config and config.get("tie_word_embeddings"))
     one_file = sum(header.bytes for header in source.headers.values())
-    plan = plan_conversion(source.headers, sizes, "MindFormers", None, one_file, tied)
+    plan = plan_conversion(source.headers, sizes, "MindFormers", "F32", one_file, tied)
     entries = {entry.mindformers: entry for shard in plan.shards for entry in shard.entries}
 
     def read(name: str) -> np.ndarray:
         parts = [source.read(plan.stands_for.get(part, part))[0] for part in entries[name].parts]
-        return entries[name].join(parts).astype(np.float32)
+        return entries[name].join([part.astype(np.float32) for part in parts])  # the parts may differ in type
 
     return read
 

@@ -41,7 +41,7 @@ from tools.checkpoint.stored import (
 from tools.checkpoint.tensor_files import read_headers
 from tools.model import model_of, parameters
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert_plan import model_of as weights_model_of
@@ -49,10 +49,9 @@ from tools.weights.convert_plan import recipe_of_run, settings_of_run
 from tools.weights.hugging_face_config import check_config
 from tools.weights.hugging_face_names import hugging_face_shapes, table
 from tools.weights.reshard_target import target_of
-from tools.weights.source import open_source
+from tools.weights.source import is_of_the_model, open_source
 
 _LISTED = 3  # tensors in a message
-_OTHER_NAMES = "LayerNorm"  # its weights are called gamma and beta, which no module here knows
 _HOW_TO_BEGIN = (
     "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
     'checkpoint) or a folder that tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
@@ -138,9 +137,7 @@ def _of_the_layout(recipe: Recipe) -> tuple[Shapes, Shapes]:
     Raises:
         RecipeError: the names of the weights are not known.
     """
-    if View(recipe).get((*MODEL, "normalization")) == _OTHER_NAMES:
-        raise RecipeError(f"the weights of {_OTHER_NAMES} are called gamma and beta")
-    target = target_of(recipe)
+    target = target_of(recipe, fused=True)
     biases = {name: placed.shape for name, placed in target.states.items() if name.endswith(".expert_bias")}
     return {name: placed.shape for name, placed in target.weights.items()}, biases
 
@@ -304,6 +301,7 @@ def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
             f"checkpoint.load_path: {folder}: these are not the weights of the recipe's model: {_listed(wrong)}; name "
             "the folder of this model's weights, or the recipe of these weights"
         )
+    _say_left_out(folder, [name for name in held if name.endswith(".e_score_correction_bias") and name not in wanted])
 
 
 def _say_extended(folder: Path, differences: str) -> None:
@@ -374,9 +372,14 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
             "begins with its initial values",
             err=True,
         )
-    if unknown := [name for name in held if own and kind_of(name) == "weights" and name not in wanted]:
+    _say_left_out(folder, [name for name in held if own and is_of_the_model(name) and name not in wanted])
+
+
+def _say_left_out(folder: Path, names: Sequence[str]) -> None:
+    """Report weights with which a new run does not begin, although the folder holds them."""
+    if names:
         click.echo(
-            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(unknown)}, which are left out",
+            f"checkpoint.load_path: {folder}: the recipe's model does not have {_listed(names)}, which are left out",
             err=True,
         )
 

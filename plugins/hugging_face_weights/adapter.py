@@ -30,7 +30,7 @@ from plugins.lora.plan import is_adapter
 from plugins.private_hooks import relies_on
 
 KEY = "checkpoint.load_path"
-_PARTS, _WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer."), (".weight", ".bias")
+_PARTS, _WEIGHTS = ("embedding.", "decoder.", "mtp.", "output_layer."), (".weight", ".bias", ".gamma", ".beta")
 MODEL_TYPE = "telechat3_moe"  # of the models that the template describes
 for _line in (
     "if self.check_weights_for_experts(dst_name):",

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -376,12 +377,14 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True, without: str = "") -> str | None:
+def fault(
+    folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True, without: re.Pattern[str] | None = None
+) -> str | None:
     """Return in a few words why `folder` is not a complete checkpoint; None if the checkpoint is complete.
 
     Args:
         share: (worker, number of workers), if each worker reads only a part of the files. checksums: whether every file
-            is read; otherwise only the sizes are compared. without: files whose names hold this text may be missing.
+            is read; otherwise only the sizes are compared. without: files whose names it finds may be missing.
 
     Raises:
         CheckpointError: a file exists but cannot be read.
@@ -397,7 +400,7 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True,
         faults = (
             _file_fault(folder / name, what["bytes"], what["sha256"] if checksums else None)
             for name, what in expected.items()
-            if not without or without not in name
+            if not without or not without.search(name)
         )
         return next(filter(None, faults), None)
     except RefusedError as error:

@@ -71,15 +71,17 @@ def test_the_folder_of_another_kind_of_model_is_refused_and_not_taken_for_one_wi
         adapter.enable(config)
 
 
-def test_a_parameter_that_hugging_faces_form_does_not_know_is_refused_and_not_left_random():
+@pytest.mark.parametrize("unknown", ["self_attention.linear_proj.bias", "input_layernorm.gamma"])
+def test_a_parameter_that_hugging_faces_form_does_not_know_is_refused_and_not_left_random(unknown):
     template = object.__new__(adapter.TeleChat3MoeTemplate)
     linear, router = "decoder.layers.0.self_attention.linear_proj", "decoder.layers.1.mlp.router"
     template.mf_name_to_converter, template.counts = {}, {}
     template.network_tensor_info = dict.fromkeys((f"{router}.expert_load", f"{linear}.lora_A.weight"))
     assert not any(map(template._is_strange, template.network_tensor_info)), "counters and adapters are not its affair"
-    template.network_tensor_info[f"{linear}.bias"] = None
+    template.network_tensor_info[f"decoder.layers.0.{unknown}"] = None
     with pytest.raises(
-        CheckpointError, match=rf"^checkpoint\.load_path: 1 parameters .* such as {linear}\.bias; name a recipe"
+        CheckpointError,
+        match=rf"^checkpoint\.load_path: 1 parameters .* such as decoder.layers.0.{unknown}; name a recipe",
     ):
         template.get_mf_state_dict({})
 

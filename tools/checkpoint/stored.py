@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,13 +50,15 @@ from tools.checkpoint.tensor_files import Header, read_headers
 PLACEMENT = "placement"  # how names of placements end
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
 METADATA = "metadata.json"
-OPTIMIZER_FILE = "-opt-"  # in the names of a rank's files with the state of the optimizer
+# names of a rank's files, behind a prefix that the user chooses: weights, and the state of the optimizer
+MODEL_FILE, OPTIMIZER_FILE = (re.compile(rf"(?:^|-){kind}-\d+-\d+\.safetensors$") for kind in ("model", "opt"))
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
 OPTIMIZERS = ("AdamW", "PmaAdamW", "Muon")  # those whose state is known by name
+LAYER_NORM = ("gamma", "beta")  # the names of a LayerNorm's two weights; those of other norms are called weight
 # how names of trained parameters end; others count, or balance
-_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *CONNECTIONS)
+_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias", *LAYER_NORM, *CONNECTIONS)
 # types that the safetensors package does not read into NumPy: of DeepSeek-V3's published weights
 _EIGHT_BITS: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
@@ -266,7 +269,7 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
         CheckpointError: it holds no safetensors, or one that is damaged.
     """
     paths = sorted(folder.glob("*.safetensors"))
-    files = {path.name: read_headers(path) for path in paths if not (weights_only and OPTIMIZER_FILE in path.name)}
+    files = {path.name: read_headers(path) for path in paths if not (weights_only and OPTIMIZER_FILE.search(path.name))}
     if not files:
         wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
         if (folder / "config.json").exists():

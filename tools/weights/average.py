@@ -13,11 +13,11 @@ import numpy as np
 from plugins.errors import CheckpointError
 from plugins.lora.plan import is_adapter
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.checkpoint.stored import METADATA, Stored, read_metadata
+from tools.checkpoint.stored import METADATA, MODEL_FILE, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder, real_path
 from tools.recipe.load import Recipe
-from tools.weights.convert_plan import changed_settings, recipe_of_run
+from tools.weights.convert_plan import changed_settings, keep_recipe, recipe_of_run
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target
 
@@ -50,8 +50,9 @@ def average(
     shares = check_average(sources, target, shares)
     last, averaged = sources[-1].stored, set()
     described, step, ranks = _described(last), sources[-1].step or 0, sources[-1].ranks
+    recipe = next(filter(None, (recipe_of_run(source.path) for source in sources)), None)
     with atomic_folder(target) as part:
-        for file in (file for file in last.files if "-model-" in file):
+        for file in filter(MODEL_FILE.search, last.files):
             progress(file)
             arrays = {}
             for name in last.files[file]:
@@ -63,6 +64,8 @@ def average(
             save_arrays(arrays, part / file)
         for name, content in described.items():
             (part / name).write_bytes(content)
+        if recipe:
+            keep_recipe(part, recipe)
         mark(part, damaged)
         for rank in range(ranks):
             write_seal(part, rank, ranks, step)
@@ -169,7 +172,7 @@ def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...], 
     return {
         (file, name): (header.dtype, header.shape, places.get((file, name), "whole"))
         for file, headers in source.stored.files.items()
-        if "-model-" in file
+        if MODEL_FILE.search(file)
         for name, header in headers.items()
         if is_of_the_model(name)
     }
@@ -193,13 +196,13 @@ def _described(stored: Stored) -> dict[str, bytes]:
     if METADATA not in described:
         return described
     listed, storage = read_metadata(stored.folder / METADATA)
-    kept = {name for file, headers in stored.files.items() if "-model-" in file for name in headers}
+    kept = {name for file, headers in stored.files.items() if MODEL_FILE.search(file) for name in headers}
     content = {
         "state_dict_metadata": {name: tensor for name, tensor in listed.items() if name in kept},
         "storage_data": {
-            key: [entry for entry in entries if "-model-" in entry["file_name"]]
+            key: [entry for entry in entries if MODEL_FILE.search(entry["file_name"])]
             for key, entries in storage.items()
-            if any("-model-" in entry["file_name"] for entry in entries)
+            if any(MODEL_FILE.search(entry["file_name"]) for entry in entries)
         },
     }
     return {**described, METADATA: json.dumps(content).encode()}

@@ -243,7 +243,8 @@ def convert_command(
         damaged = salvaged([weights_in], salvage, _progress())
         with Progressing(f"writing {target}", conversion.plan.bytes) as shown:
             plan, sizes, ends = conversion.plan, conversion.sizes, conversion.ends
-            convert(weights_in, target, plan, sizes, workers, tokenizer, ends, _file_shown(shown), damaged)
+            kept = load_recipe(conversion.recipe)
+            convert(weights_in, target, plan, sizes, workers, tokenizer, ends, _file_shown(shown), damaged, kept)
     if as_json:
         click.echo(json.dumps(conversion.as_dict(source, target) | {"salvaged": damaged}))
         return

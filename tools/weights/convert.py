@@ -27,7 +27,8 @@ from tools.checkpoint.tensor_files import TYPES, Made, save_file
 from tools.data.instructions import read_tokenizer
 from tools.files.atomic import flush_all, not_written
 from tools.process.children import ordered_map
-from tools.weights.convert_plan import Plan, Shard
+from tools.recipe.load import Recipe
+from tools.weights.convert_plan import Plan, Shard, keep_recipe
 from tools.weights.hugging_face_config import FILE as CONFIG
 from tools.weights.hugging_face_config import config_of
 from tools.weights.hugging_face_names import Entry, part_shape
@@ -193,11 +194,14 @@ def convert(
     ends: int | None = None,
     progress: Callable[[int, str], None] = lambda done, file: None,
     damaged: Sequence[str] = (),
+    recipe: Recipe | None = None,
 ) -> None:
     """Write the converted weights to `target`, a folder that does not exist yet. The function `progress` is called with
     the number of bytes written so far and the name of the file. In a Hugging Face folder, `ends` is written as the id
     of the end-of-document token. The damaged tensors of `source` that `damaged` lists are copied unchanged, and are
     listed in `target`.
+
+    Beside weights in MindFormers' form, `recipe` is kept, with which later commands compare theirs (`keep_recipe`).
 
     The files are written into a hidden folder beside `target` until all of them are complete. If a conversion of the
     same source is run again after an interruption or a full disk, it keeps the files that are complete.
@@ -224,6 +228,8 @@ def convert(
                 _finish_hugging_face(part, records, sizes, plan, ends)
             else:
                 finish_mindformers(part, records)
+                if recipe:
+                    keep_recipe(part, recipe)
             for path in sorted(tokenizer.iterdir()) if tokenizer else ():
                 if path.is_file() and path.name.startswith(TOKENIZER):
                     shutil.copyfile(path, part / path.name)

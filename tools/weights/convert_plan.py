@@ -23,8 +23,8 @@ from plugins.yarn.plan import read as read_yarn
 from tools.checkpoint.stored import kind_of
 from tools.checkpoint.tensor_files import TYPES, Header
 from tools.layout.resolve import resolve
-from tools.recipe.dump import is_of_run
-from tools.recipe.findings import in_file
+from tools.recipe.dump import dump_recipe, is_of_run
+from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe, load_recipe, look
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import convert
@@ -38,6 +38,8 @@ from tools.weights.source import SINGLE, Source
 Target = Literal["Hugging Face", "MindFormers"]
 CONVERTED = ("F32", "BF16", "F16")  # types that weights have
 LISTED = 8  # names in a message
+KEPT = "recipe_of_weights.yaml"  # in a folder of merged or averaged weights
+_BIASED = "moe_router_enable_expert_bias"
 _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
 
@@ -302,6 +304,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     file = recipe or recipe_beside(source.path)
     loaded = load_recipe(file)
     sizes = model_of(loaded)
+    if to == "MindFormers":
+        refuse_lost_biases(source, loaded)
     config = check_config(source.path, sizes) if to == "MindFormers" else None
     tied = bool(config and config.get("tie_word_embeddings"))
     plan = plan_conversion(source.headers, sizes, to, dtype, limit, tied)
@@ -310,9 +314,24 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     return Conversion(plan, sizes, file, config is not None, ends if type(ends) is int else None)
 
 
+def refuse_lost_biases(source: Source, recipe: Recipe) -> None:
+    """Raise RecipeError if the weights in `source` have routers' biases, and the routers of the recipe's model have
+    none.
+    """
+    given = any(name.endswith((".e_score_correction_bias", ".expert_bias")) for name in source.headers)
+    fields = convert(View(resolve(recipe)), load_schema()).fields if given else {}
+    if fields.get("num_moe_experts") and not fields.get(_BIASED):
+        raise refusal(
+            recipe,
+            (*MODEL, _BIASED),
+            f"the routers in {source.path} have biases, by which they choose experts, and the recipe's model would "
+            "leave the biases out; write True",
+        )
+
+
 def recipe_beside(weights: Path) -> Path:
-    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*; raise RecipeError if this file
-    does not exist.
+    """Return the path RUN/recipe.yaml for the checkpoint RUN/checkpoint/iteration_*, or that of the recipe that
+    `keep_recipe` has written; raise RecipeError if the file does not exist.
     """
     file = _beside(weights)
     if not file.is_file():
@@ -323,7 +342,15 @@ def recipe_beside(weights: Path) -> Path:
 
 
 def _beside(folder: Path) -> Path:
-    return folder.absolute().parent.parent / "recipe.yaml"
+    kept = folder / KEPT
+    return kept if kept.exists() else folder.absolute().parent.parent / "recipe.yaml"
+
+
+def keep_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe of the run that trained weights into the folder of new weights that are made of them, so that
+    no later command takes the new weights for those of another model.
+    """
+    dump_recipe(recipe, folder / KEPT)
 
 
 # MindFormers' settings that change the results of a model, and no shape of its weights
@@ -332,7 +359,9 @@ _OF_RESULTS = (
     *("mscale_all_dim", "layernorm_epsilon", "normalization", "hidden_act", "gated_linear_unit", "qk_layernorm"),
     *("num_attention_heads", "num_query_groups", "window_size", "use_interleaved_weight_layout_mlp", "norm_topk_prob"),
     *("moe_router_topk", "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_num_groups"),
-    *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating"),
+    *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating", "rotary_interleaved"),
+    *("use_contiguous_weight_layout_attention", "nope_layer_interval", "use_alibi_mask", "rotary_cos_format"),
+    *("apply_residual_connection_post_layernorm", "rotary_seq_len_interpolation_factor"),
 )
 
 
@@ -358,11 +387,11 @@ def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
 
 
 def recipe_of_run(checkpoint: Path, say: bool = False) -> Recipe | None:
-    """Return the recipe of the run that saved `checkpoint`; None if the checkpoint is not in the folder of a run, or if
-    the recipe cannot be read, which is printed on stderr if `say` is true.
+    """Return the recipe of the run that saved `checkpoint`, or that `keep_recipe` has written; None if there is none,
+    or if the recipe cannot be read, which is printed on stderr if `say` is true.
     """
     file = _beside(checkpoint)
-    if not checkpoint.absolute().name.startswith("iteration_") or not file.exists():
+    if not file.exists() or (file.name != KEPT and not checkpoint.absolute().name.startswith("iteration_")):
         return None
     try:
         return load_recipe(file)

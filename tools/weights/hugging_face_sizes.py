@@ -231,6 +231,7 @@ def _attention_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
     weights.
     """
     return [
+        (fields["normalization"] == "RMSNorm", "normalization", "has RMSNorm"),
         (not fields["window_size"], "window_size", "attends to all tokens: leave it out"),
         (not fields["nope_layer_interval"], "nope_layer_interval", "has RoPE in every layer: leave it out"),
         (not fields["use_alibi_mask"], "use_alibi_mask", "has RoPE only: False"),
@@ -318,7 +319,6 @@ def _dense_rules(fields: Mapping[str, Any], yarn: Yarn | None) -> list[tuple[boo
         (bool(fields["gated_linear_unit"]), "gated_linear_unit", "has gated layers: True"),
         (fields["hidden_act"] in ("swiglu", "fusedswiglu"), "hidden_act", "computes SwiGLU: 'swiglu'"),
         (not fields["qk_layernorm"], "qk_layernorm", "does not normalise queries and keys: False"),
-        (fields["normalization"] == "RMSNorm", "normalization", "has RMSNorm"),
         (fields["rotary_cos_format"] == "rotate_half", "rotary_cos_format", "turns halves of a head: 'rotate_half'"),
         (not fields["mtp_num_layers"], "num_nextn_predict_layers", "has no MTP layer: 0"),
         (fields["position_embedding_type"] in ("rope", "yarn"), "position_embedding_type",

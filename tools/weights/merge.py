@@ -26,7 +26,14 @@ from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.weights.convert import finish_mindformers
-from tools.weights.convert_plan import file_of, in_files, recipe_beside, recipe_of_run, refuse_other_settings
+from tools.weights.convert_plan import (
+    file_of,
+    in_files,
+    keep_recipe,
+    recipe_beside,
+    recipe_of_run,
+    refuse_other_settings,
+)
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target, require_room
 
@@ -158,6 +165,7 @@ def merge(
             done += sum(plan.headers[name].bytes for name in names)
             progress(done, file)
         finish_mindformers(part, records)
+        keep_recipe(part, load_recipe(plan.recipe))
         mark(part, damaged)
 
 

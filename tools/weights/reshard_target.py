@@ -22,7 +22,7 @@ from plugins.hyper_connections.plan import SUBLAYERS
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
 from plugins.lora.plan import WEIGHT, is_adapter
 from plugins.sealed_checkpoint.router_state import STATE
-from tools.checkpoint.stored import moments_of
+from tools.checkpoint.stored import LAYER_NORM, moments_of
 from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
@@ -145,6 +145,9 @@ _LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
     "shared_fc2": "mlp.shared_experts.linear_fc2",
     "shared_gate": "mlp.shared_experts.shared_experts_gate",
 }
+# of latent attention whose projections are fused (`mla_qkv_concat`)
+_FUSED = dict.fromkeys(("q_down", "q", "kv_down"), "linear_qkv") | {"q_up": "linear_qb", "kv_up": "linear_kvb"}
+_FUSED_LAYER = _LAYER | {name: f"self_attention.{end}" for name, end in (_FUSED | {"kv_norm": "k_layernorm"}).items()}
 _CONNECTIONS = {f"{cell}.{name}" for cell in SUBLAYERS for name in CONNECTIONS}  # their names have no ".weight" behind
 _MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "mtp_norm_2": "final_layernorm"}
 
@@ -193,16 +196,20 @@ class Target:
         return Placed(shape, Layout((self.stage,), ((),) * len(shape), weight.layout.first))
 
 
-def target_of(recipe: Recipe) -> Target:
+def target_of(recipe: Recipe, fused: bool = False) -> Target:
     """Return the layout of every tensor in a run of a recipe.
 
+    Args:
+        fused: whether fused projections of MLA are taken, too; only their names and shapes were compared with
+            MindFormers'.
+
     Raises:
-        RecipeError: the recipe has no model, or a model for whose weights this module does not know the names (fused
-            projections of MLA).
+        RecipeError: the recipe has no model, a model for whose weights this module does not know the names, or fused
+            projections of MLA.
     """
     resolved = resolve(recipe)
     view, config = View(resolved), from_recipe(resolved)
-    if config.model.joint_latent:
+    if config.model.joint_latent and not fused:
         wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
         raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
@@ -257,19 +264,23 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
     An embedding that another stage reads, too, is sent there in each step and saved by the first only.
     """
     numbers, mtp = iter(config.layer_numbers(stage)), 0
+    layer = _FUSED_LAYER if config.model.joint_latent else _LAYER
     for kind in (kind for chunk in config.stage_kinds(stage) for kind in chunk):
         if kind in ("dense", "moe"):
-            path, names = f"decoder.layers.{next(numbers)}.", _LAYER
+            path, names = f"decoder.layers.{next(numbers)}.", layer
         elif kind == "mtp":
             path, names = (
                 f"mtp.layers.{mtp}.",
-                _MTP | {name: f"transformer_layer.{end}" for name, end in _LAYER.items()},
+                _MTP | {name: f"transformer_layer.{end}" for name, end in layer.items()},
             )
             mtp += 1
         else:
             path, names = "", ENDS
+        found: dict[str, Weight] = {}
         for weight in _weights(config, kind):
-            yield path + _name(weight, names), weight
+            name = path + _name(weight, names, config.model.norm_bias)
+            found[name] = replace(weight, rows=found[name].rows + weight.rows) if name in found else weight
+        yield from found.items()
 
 
 def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
@@ -278,7 +289,7 @@ def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
     return weights(config.model, kind, config.shared_whole)
 
 
-def _name(weight: Weight, names: dict[str, str]) -> str:
+def _name(weight: Weight, names: dict[str, str], layer_norm: bool) -> str:
     if weight.name in _CONNECTIONS:
         return weight.name
     adapted, _, matrix = weight.name.rpartition("_lora_")
@@ -289,7 +300,8 @@ def _name(weight: Weight, names: dict[str, str]) -> str:
         raise RecipeError(f"{weight.name}: tc3 does not know MindFormers' name of this weight, so no rank can store it")
     if weight.split == "experts":
         return names[plain]
-    return names[plain] + (".bias" if plain != weight.name else ".weight")
+    scale, shift = LAYER_NORM if layer_norm and "norm" in plain else ("weight", "bias")
+    return f"{names[plain]}.{shift if plain != weight.name else scale}"
 
 
 def _shape(weight: Weight) -> Shape:
@@ -310,7 +322,8 @@ def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int,
     copies = tuple(axis for axis in every if axis not in cutting)
     rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
     small = weight.name in _CONNECTIONS and weight.columns == 1  # the optimizer leaves these whole (their adapter.py)
-    shards = 1 if small else configuration.weight_shards(weight, config)
+    whole = small or (config.model.norm_bias and "norm" in weight.name)  # and those of a LayerNorm (norm.py)
+    shards = 1 if whole else configuration.weight_shards(weight, config)
     devices, rows, columns = _shard(devices, rows, columns, copies, shards)
     return tuple(devices), (rows, columns)[: len(_shape(weight))]
 

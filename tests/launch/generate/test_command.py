@@ -22,6 +22,8 @@ from tools.data.tokenizer import train
 from tools.recipe.load import load_recipe
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import to_mindformers
+from tools.weights.merge import merge, plan_merge
+from tools.weights.source import open_source
 
 ROOT = Path(__file__).resolve().parents[3]
 MINI = ROOT / "recipes" / "mini" / "pretrain.yaml"
@@ -64,6 +66,13 @@ def test_a_recipe_of_another_model_is_refused(run, tmp_path):
         choose(run / "checkpoint" / "iteration_00000002", smaller)
 
 
+def test_a_recipe_whose_routers_would_leave_the_biases_out_is_refused(run, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(f"base_config: {MINI}\nmodel: {{model_config: {{moe_router_enable_expert_bias: False}}}}\n")
+    with pytest.raises(RecipeError, match=r"moe_router_enable_expert_bias: the routers in \S+02 have biases"):
+        choose(run / "checkpoint" / "iteration_00000002", other)
+
+
 def test_settings_that_the_run_did_not_train_with_are_said(run, tmp_path, capsys):
     (run / "attempts").mkdir()
     other = tmp_path / "other.yaml"
@@ -93,6 +102,14 @@ def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_pat
             choose(checkpoint, other)
     with pytest.raises(CheckpointError, match=r"LoRA adapters, but \S+plain/recipe.yaml does not have plugins.lora"):
         choose(checkpoint, plain)
+
+
+def test_merged_weights_are_taken_with_the_recipe_that_trained_their_adapters(tmp_path):
+    """Its adapters are in the weights; the model was built with adapters, which the weights lack."""
+    recipe = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}})
+    source = open_source(adapted(tmp_path / "run" / "checkpoint", recipe)[0])
+    merge(source, tmp_path / "merged", plan_merge(source, recipe, 10**9))
+    assert "lora" not in forward_recipe(choose(tmp_path / "merged", recipe).recipe)["plugins"]
 
 
 def test_a_damaged_checkpoint_is_refused(run):

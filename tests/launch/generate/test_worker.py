@@ -19,6 +19,7 @@ from launch.generate.worker import reader
 from plugins.errors import CheckpointError
 from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.reference.start import initial_weights
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.weights.convert_plan import model_of
@@ -48,6 +49,25 @@ def test_a_hugging_face_folder_is_read_under_our_names(recipe, theirs, ours, tmp
     save_file(theirs, tmp_path / "model.safetensors")
     read = reader(tmp_path, recipe)
     for name, array in ours.items():
+        np.testing.assert_array_equal(read(name), array)
+
+
+def test_an_mtp_layer_in_the_folder_is_left_out(recipe, theirs, ours, tmp_path):
+    """The model that generates has none; such a folder was refused as one of another model."""
+    dump_recipe(forward_recipe(recipe), tmp_path / "forward.yaml")
+    save_file(theirs, tmp_path / "model.safetensors")
+    read = reader(tmp_path, load_recipe(tmp_path / "forward.yaml"))
+    for name in (name for name in ours if not name.startswith("mtp.")):
+        np.testing.assert_array_equal(read(name), ours[name])
+
+
+def test_weights_whose_parts_have_several_types_are_read(recipe, theirs, tmp_path):
+    half = [name for name in theirs if ".up_proj." in name or ".experts.1." in name]
+    mixed = {name: array.astype(ml_dtypes.bfloat16) if name in half else array for name, array in theirs.items()}
+    save_file(mixed, tmp_path / "model.safetensors")
+    read = reader(tmp_path, recipe)
+    wide = {name: array.astype(np.float32) for name, array in mixed.items()}
+    for name, array in to_mindformers(wide, model_of(recipe)).items():
         np.testing.assert_array_equal(read(name), array)
 
 

@@ -1,6 +1,6 @@
 """These tests compare a checkpoint with models that nothing converts to Hugging Face: experts in every second layer or
-without a shared expert, and grouped queries with norms or biases. Adapters, settings that no shape shows and Hugging
-Face folders are compared with their recipe, too.
+without a shared expert, LayerNorm, fused projections, and grouped queries with norms or biases. Adapters, settings that
+no shape shows and Hugging Face folders are compared with their recipe, too.
 """
 
 import json
@@ -20,14 +20,17 @@ from tools.accuracy.reference.start import initial_weights
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import load_mini
 from tools.recipe.override import apply_overrides
+from tools.weights.convert_plan import changed_settings
 from tools.weights.convert_plan import model_of as weights_model_of
 from tools.weights.hugging_face_config import config_of
 from tools.weights.reshard_target import target_of
 
 STRANGERS = [
     *("every second layer", "gate of the shared expert", "no shared expert, but its width"),
-    *("grouped, biases", "grouped, normed queries", "grouped, no gate"),
+    *("grouped, biases", "grouped, normed queries", "grouped, no gate", "LayerNorm"),
+    "joint matrix with biases",
 ]
 
 
@@ -43,7 +46,7 @@ def stranger(name):
 
 def saved(folder, recipe, states=("adam_m", "adam_v")):
     """Write what one rank saves of a recipe's model, with all values zero."""
-    checkpoint, target = Saved(folder, 1), target_of(recipe)
+    checkpoint, target = Saved(folder, 1), target_of(recipe, fused=True)
     for name, placed in target.weights.items():
         for each in (name, *(f"{state}.{name}" for state in states)):
             kind = "model" if each == name else "opt"
@@ -160,6 +163,24 @@ def test_a_resume_goes_on_with_the_model_that_was_trained(tmp_path, change, said
         check_data_order(apply_overrides(recipe, [change]), tmp_path, checkpoint)
 
 
+@pytest.mark.parametrize(
+    "name, changed",
+    [
+        ("telechat3_36b/pretrain_8k.yaml", {"use_contiguous_weight_layout_attention": True}),
+        ("telechat3_36b/pretrain_8k.yaml", {"nope_layer_interval": 2}),
+        ("telechat3_105b/pretrain_4k.yaml", {"use_alibi_mask": True}),
+    ],
+)
+def test_settings_with_which_a_model_can_no_longer_be_converted_are_compared(name, changed):
+    """With the first one, rows of queries were taken for those of keys and values."""
+    before, after = (load_mini(ROOT / "recipes" / name) for _ in range(2))
+    after["model"]["model_config"] |= changed
+    (key,) = changed
+    assert changed_settings(before, before) == [] == changed_settings(after, after)
+    assert [said.split()[0] for said in changed_settings(before, after)] == [key]
+    assert [said.split()[0] for said in changed_settings(after, before)] == [key]
+
+
 def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_path, capsys):
     """Neither model was compared then, and a damaged recipe beside the weights ended what does not need it."""
     recipe = stranger("no shared expert, but its width")
@@ -173,6 +194,15 @@ def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_pa
     (tmp_path / "recipe.yaml").write_text("base_config: gone.yaml")
     check_load_path(apply_overrides(recipe, new))
     assert f"so the settings with which {folder} was trained are not compared" in capsys.readouterr().err
+
+
+def test_biases_of_routers_that_a_new_run_leaves_out_are_named(tmp_path, capsys):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    loads = f"checkpoint.load_path={saved(tmp_path / 'iteration_00000004', recipe)}"
+    check_load_path(apply_overrides(recipe, [loads]))
+    assert capsys.readouterr().err == ""
+    check_load_path(apply_overrides(recipe, [loads, "model.model_config.moe_router_enable_expert_bias=False"]))
+    assert "does not have decoder.layers.1.mlp.router.expert_bias;" in capsys.readouterr().err
 
 
 def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path, capsys):
@@ -195,6 +225,9 @@ def test_a_run_begins_with_a_hugging_face_folder_only_of_its_own_model(tmp_path,
     with pytest.raises(CheckpointError, match=r"no model\.layers\.1\.mlp\.gate\.e_score_correction_bias"):
         check_load_path(recipe)
     save_file(weights, tmp_path / "model.safetensors")
+    capsys.readouterr()
+    check_load_path(apply_overrides(recipe, ["model.model_config.moe_router_enable_expert_bias=False"]))
+    assert "does not have model.layers.1.mlp.gate.e_score_correction_bias;" in capsys.readouterr().err
     wider = apply_overrides(recipe, ["model.model_config.intermediate_size=192"])
     with pytest.raises(CheckpointError, match=r"not the weights of the recipe's model: model\.layers\.0\S+ is \["):
         check_load_path(wider)

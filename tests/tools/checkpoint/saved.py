@@ -16,14 +16,14 @@ from tools.weights.hugging_face_sizes import sizes_of
 class Saved:
     """A checkpoint folder as MindFormers writes it, slice by slice."""
 
-    def __init__(self, folder, world_size):
-        self.folder, self.world_size = folder, world_size
+    def __init__(self, folder, world_size, prefix="mini"):
+        self.folder, self.world_size, self.prefix = folder, world_size, prefix
         self.held = {}
         self.tensors, self.storage = {}, {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, kind, rank):
-        return f"mini-{kind}-{rank:07d}-{self.world_size:07d}.safetensors"
+        return f"{self.prefix}-{kind}-{rank:07d}-{self.world_size:07d}.safetensors"
 
     def put(self, name, whole, cuts, ranks_of, kind="model"):
         """Cut `whole` into `cuts`, and give slice i to `ranks_of[i]`."""

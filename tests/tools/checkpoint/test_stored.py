@@ -297,6 +297,14 @@ def test_muon_keeps_one_moment_of_a_layers_matrix_and_adamws_of_the_rest():
     assert kind_of("decoder.layers.1.self_attention.core_attention.max_logits_val") == "other"
 
 
+def test_the_prefix_of_the_files_does_not_say_what_is_in_them(tmp_path):
+    """Weights in files with such a prefix (`checkpoint.prefix`) were taken for moments, and moments for weights."""
+    saved = Saved(tmp_path, 1, "of-model-opt-2-model-1")
+    saved.put("linear.weight", numbered(4), (1,), [[0]])
+    saved.put("adam_m.linear.weight", numbered(4), (1,), [[0]], "opt")
+    assert open_stored(saved.write(), weights_only=True).tensors.keys() == {"linear.weight"}
+
+
 def test_gates_of_hyper_connections_are_weights():
     """Weights of hyper-connections do not end in `weight`; averages and merges left them out for that reason."""
     names = [f"decoder.layers.0.{cell}.{name}" for cell in SUBLAYERS for name in WEIGHTS]

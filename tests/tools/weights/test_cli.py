@@ -8,6 +8,7 @@ import signal
 import pytest
 from click.testing import CliRunner
 
+from launch.resume.model import check_load_path
 from plugins.errors import TC3Error
 from tests.inputs.builders import checkpoints
 from tests.tools.weights.drawn import LAYOUTS, ONE, draw
@@ -16,6 +17,7 @@ from tools.accuracy.reference.start import initial_weights
 from tools.process.children import handled
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 from tools.weights import average
 from tools.weights.cli import weights
 from tools.weights.convert_plan import model_of
@@ -212,6 +214,16 @@ def test_the_recipe_of_the_run_is_taken_and_otherwise_asked_for(mini, tmp_path):
     call(mini, run / "checkpoint" / "iteration_00000001", "--recipe", MINI)
     saved = run / "checkpoint" / "iteration_00000001"
     assert f"holds {len(initial_weights(model_of(load_recipe(MINI)), 0))} tensors" in call(saved, tmp_path / "back")
+
+
+def test_another_recipe_than_that_of_a_conversion_must_compute_the_same(mini, tmp_path, capsys):
+    other = tmp_path / "other.yaml"
+    other.write_text(f"base_config: {MINI}\nmodel: {{model_config: {{rope_theta: 5.e+4}}}}\n")
+    call(mini, tmp_path / "ms", "--recipe", MINI)
+    assert "rope_theta was 10000.0 and is 50000.0 now" in call(tmp_path / "ms", tmp_path / "back", "--recipe", other)
+    check_load_path(apply_overrides(load_recipe(other), [f"checkpoint.load_path={tmp_path / 'ms'}"]))
+    assert "rope_theta was 10000.0 and is 50000.0 now" in capsys.readouterr().err
+    assert "holds" in call(tmp_path / "ms", tmp_path / "back")
 
 
 def test_another_recipe_than_that_of_the_run_must_compute_the_same(mini, tmp_path):

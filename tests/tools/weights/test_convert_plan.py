@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD
 from tests.tools.accuracy.align.cases import sizes
 from tests.tools.accuracy.reference.grouped import Grouped, TeleChat2
@@ -227,6 +227,14 @@ def converted(source, target, limit):
 def ours_of_frozen(tmp_path_factory):
     """The frozen model in MindFormers' form."""
     return converted(frozen.FOLDER, tmp_path_factory.mktemp("frozen") / "ms", LIMIT)
+
+
+def test_biases_by_which_routers_choose_are_not_left_out_in_silence(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    unbiased = "model: {model_config: {moe_router_enable_expert_bias: False}}"
+    recipe.write_text(f"base_config: {frozen.RECIPE}\n{unbiased}\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml.*moe_router_enable_expert_bias: the routers in .* write True"):
+        prepare(open_source(frozen.FOLDER), recipe, None, LIMIT)
 
 
 def test_it_is_small():

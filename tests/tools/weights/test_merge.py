@@ -28,6 +28,7 @@ from tools.weights.average import average
 from tools.weights.convert_plan import model_of
 from tools.weights.hugging_face_names import to_mindformers
 from tools.weights.merge import merge, plan_merge
+from tools.weights.reshard_target import target_of
 from tools.weights.source import open_source
 
 LORA = {"rank": 2, "alpha": 6, "targets": ["self_attention.*"]}
@@ -131,6 +132,43 @@ def test_adapters_are_averaged_only_after_they_are_merged(tmp_path, recipe):
     products = [whole[f"{layer}.lora_B.weight"] @ whole[f"{layer}.lora_A.weight"] for whole in wholes]
     right = wholes[0][f"{layer}.weight"] + SCALE * np.mean(products, axis=0)
     np.testing.assert_allclose(read_whole(tmp_path / "mean").arrays[f"{layer}.weight"], right, atol=1e-6)
+
+
+def test_the_weights_of_a_layer_norm_are_merged_and_averaged_as_all_others(tmp_path):
+    """They are called gamma and beta; a merge left them out, and an average had those of the last checkpoint."""
+    layers = {"model": {"model_config": {"normalization": "LayerNorm"}}, "plugins": {"lora": LORA}}
+    recipe, wholes = recipe_of(tmp_path / "recipe", layers), []
+    for seed in (5, 6):
+        rng, checkpoint = np.random.default_rng(seed), Saved(tmp_path / str(seed) / "iteration_00000004", 1)
+        shapes = {name: placed.shape for name, placed in target_of(load_recipe(recipe)).weights.items()}
+        wholes.append({name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()})
+        for name, array in wholes[-1].items():
+            checkpoint.put(name, array, (1,) * array.ndim, [[0]])
+        source = open_source(checkpoint.write())
+        merge(source, tmp_path / f"merged_{seed}", plan_merge(source, recipe, 10**9))
+    average([open_source(tmp_path / f"merged_{seed}") for seed in (5, 6)], tmp_path / "mean")
+    found = read_whole(tmp_path / "mean").arrays
+    assert found.keys() == {name for name in wholes[0] if "lora" not in name}
+    norms = [name for name in found if name.endswith((".gamma", ".beta"))]
+    assert len(norms) == 10
+    for name in norms:
+        right = np.mean([whole[name].astype(np.float64) for whole in wholes], axis=0)
+        np.testing.assert_array_equal(found[name], right.astype(np.float32))
+
+
+def test_merged_and_averaged_weights_know_the_recipe_that_trained_them(tmp_path, recipe):
+    """A conversion of them took settings that no shape shows, such as the base of RoPE, from any recipe."""
+    for name in "ab":
+        checkpoint, _ = adapted(tmp_path / name / "checkpoint", recipe)
+        (tmp_path / name / "recipe.yaml").write_text(f"base_config: {recipe}\n")
+        source = open_source(checkpoint)
+        merge(source, tmp_path / f"merged_{name}", plan_merge(source, None, 10**9))
+    average([open_source(tmp_path / f"merged_{name}") for name in "ab"], tmp_path / "mean")
+    other = recipe_of(tmp_path / "other", {"model": {"model_config": {"rope_theta": 5e4}}})
+    for name in ("merged_a", "mean"):
+        with pytest.raises(RecipeError, match=r"recipe_of_weights\.yaml\): rope_theta was 10000.0 and is 50000.0 now"):
+            converted(tmp_path / name, tmp_path / f"hf_{name}", other)
+        converted(tmp_path / name, tmp_path / f"hf_{name}", None)
 
 
 BIAS, LOAD = "decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.expert_load"
@@ -241,6 +279,17 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="No space left"):
         average([saved(tmp_path / name, [1, 2]) for name in "ab"], tmp_path / "mean")
     assert not list(tmp_path.glob("*mean*"))
+
+
+def test_moments_are_left_out_whatever_the_prefix_of_their_files(tmp_path):
+    sources = []
+    for name in "ab":
+        checkpoint = Saved(tmp_path / name, 1, "small-model-2")
+        checkpoint.put("linear.weight", numbered(2), (1,), [[0]])
+        checkpoint.put("adam_m.linear.weight", numbered(2), (1,), [[0]], "opt")
+        sources.append(open_source(checkpoint.write()))
+    average(sources, tmp_path / "mean")
+    assert read_whole(tmp_path / "mean").arrays.keys() == {"linear.weight"}
 
 
 def test_low_precision_is_rounded_once(tmp_path):
