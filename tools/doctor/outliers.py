@@ -23,9 +23,9 @@ core during a whole probe, and no counter of this host shows that.
 If the share w of the time in which a worker waited is removed from its rate r, an error dw of w changes the result r /
 (1 - w) by the share dw / (1 - w). Therefore a floor is divided by 1 - w, too, with the larger w of the worker and of
 the centre (with two workers, the larger w of both). A message needs the workers at both ends of its link: its w is the
-share of the time in which at least one of the two workers waited, and this time is not removed from its rate. A link is
-not named as slow if its two workers had a core at the same time for less than half of the time, because TCP then gives
-no useful measurement.
+share of the time in which at least one of the two workers waited, and this time is not removed from its rate. A link
+that seems slow is unknown if its two workers had a core at the same time for less than half of the time, because TCP
+then gives no useful measurement.
 
 `against` compares the workers of a host with the workers that `tc3 firsthour` measured on a cluster (`tc3 doctor
 --probe --measured BUNDLE`). If all workers of one host are slow, no worker on this host is fast enough for a
@@ -152,7 +152,7 @@ class Outlier:
     host: str
     who: str
     measure: str
-    verdict: Literal["warn", "fail"]
+    verdict: Literal["warn", "fail", "unknown"]
     seen: str
 
 
@@ -337,19 +337,25 @@ def _slow_ends(
         limits = floors(measure, {key: min(waited[ends] for ends in mine) for key, mine in own.items()}, on_cores)
         for key, pair in (slow(best, limits) if len(best) > 2 else {}).items():
             explained.update(own[key])
-            if judged.isdisjoint(own[key]):
-                continue
             fastest = min(own[key], key=lambda ends: times[ends].typical)
             words = _seen(measure, links[fastest][measure], *pair, len(best), "workers")
             who = name(reports[key[0]]["workers"][key[1]])
-            found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on all of its links: {words}"))
+            told = not judged.isdisjoint(own[key])
+            found.append(_slow_link(key[0], who, measure, told, f"{verb} slowly on all of its links: {words}"))
     rest = {ends: link[measure] for ends, link in links.items() if ends not in explained}
     limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
     for ends, words in _slower(measure, rest, limits_of_rest, "links").items():
-        if ends in judged:
-            source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
-            found.append(Outlier(ends[0], f"{source} to {target}", measure, "fail", words))
+        source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
+        found.append(_slow_link(ends[0], f"{source} to {target}", measure, ends in judged, words))
     return found
+
+
+def _slow_link(host: str, who: str, measure: str, told: bool, seen: str) -> Outlier:
+    """Return a finding about a link that took long; without `told` it is unknown whether the link itself is slow."""
+    if told:
+        return Outlier(host, who, measure, "fail", seen)
+    why = "for most of this time one of its workers had no core, so probe again without other processes there"
+    return Outlier(host, who, measure, "unknown", f"{seen}; {why}")
 
 
 @dataclass(frozen=True)
