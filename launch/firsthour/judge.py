@@ -15,10 +15,11 @@ from statistics import median
 from typing import Any
 
 from launch.firsthour.checks import Finding
+from tools.accuracy.operators.run import NOT_RUNNABLE
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
 from tools.doctor.compare import ALONE, compare
-from tools.doctor.outliers import MENDS, ON_CORES, Times, outliers, slow
+from tools.doctor.outliers import MENDS, ON_CORES, Times, compared, outliers, slow
 from tools.doctor.report import Report
 from tools.hardware.units import GIB
 
@@ -102,11 +103,14 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
     ]
     found += _memories(evidence["memory"])
     found += _links(evidence["links"], on_cores)
-    workers = sum(len(probe["workers"]) for probe in probes.values())
-    if workers < 2:
-        found.append(Finding("unknown", "devices", "one worker only, so whether it is slow cannot be told"))
-    elif not any(item.verdict == "fail" for item in found):
-        found.append(Finding("ok", "devices", f"{workers} workers on {len(probes)} nodes, none slower than its peers"))
+    workers, count = sum(len(probe["workers"]) for probe in probes.values()), compared(probes)
+    if any(item.verdict == "fail" for item in found):
+        return found
+    if count < workers:
+        words = f"{workers - count} of {workers} cannot be compared, because no other worker is of the same kind"
+        found.append(Finding("unknown", "devices", words))
+    if count:
+        found.append(Finding("ok", "devices", f"{count} workers on {len(probes)} nodes, none slower than its peers"))
     return found
 
 
@@ -185,11 +189,10 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             detail], and "shipped": what tc3 accuracy ops --shipped says of the host's golden results, or None.
     """
     found: list[Finding] = []
-    checks = 0
     mend = "take the device out; compare CANN, firmware and precision modes with the other devices"
     kinds = Counter(name for row in rows for name in row["results"])
+    checks = sum(_status(row, name) != NOT_RUNNABLE for row in rows for name in row["results"])
     for row in rows:
-        checks += len(row["results"])
         for special in (False, True):  # infinities, NaN and denormals apart: no training should meet them
             names = [name for name, result in row["results"].items() if result[0] == "fail"]
             wrong = [name for name in names if (_SPECIAL in name) == special]
@@ -199,13 +202,19 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 found.append(
                     Finding("warn" if special else "fail", "operators", seen, row["host"], row["device"], mend)
                 )
-    missing = {name for name in kinds if all(_status(row, name) == "not runnable" for row in rows)}
+    missing = {name for name in kinds if all(_status(row, name) == NOT_RUNNABLE for row in rows)}
     absent = sorted({" ".join(name.split()[:2]) for name in missing})
     if absent:
         found.append(Finding("warn", "operators", f"no kernel on these devices: {', '.join(absent)}"))
+    for row in rows:
+        if lacking := [name for name in kinds if name not in missing and _status(row, name) == NOT_RUNNABLE]:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            words = f"{lacking[0]}{more}: computed on other devices, but not on this one"
+            found.append(Finding("unknown", "operators", words, row["host"], row["device"], mend))
     named = {(item.where, item.device) for item in found if item.verdict == "fail"}
-    for name in kinds:
-        errors = {(row["host"], row["device"]): row["results"][name][1] for row in rows if name in row["results"]}
+    for name in (name for name in kinds if name not in missing):
+        known = [row for row in rows if _status(row, name) != NOT_RUNNABLE]
+        errors = {(row["host"], row["device"]): row["results"][name][1] for row in known}
         usual, count = Counter(errors.values()).most_common(1)[0]
         for place, error in errors.items():
             if error != usual and 2 * count > len(errors) and place not in named:
@@ -213,7 +222,9 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
                 found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
     found += _golden(rows)
-    if not any(item.verdict == "fail" for item in found):
+    if not checks:
+        found.append(Finding("unknown", "operators", "no operator was computed on any device"))
+    elif not any(item.verdict == "fail" for item in found):
         found.append(Finding("ok", "operators", f"{checks} checks on {len(rows)} devices, all within the tolerance"))
     return found
 
@@ -250,4 +261,4 @@ def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _status(row: Mapping[str, Any], name: str) -> str:
-    return str(row["results"][name][0]) if name in row["results"] else "not runnable"
+    return str(row["results"][name][0]) if name in row["results"] else NOT_RUNNABLE
