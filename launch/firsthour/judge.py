@@ -60,8 +60,11 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
     `versions` if `versions` is set, and otherwise those of the check `hosts`. A difference between hosts is reported
     for each host; nothing that needs a second host, such as the comparison of clocks, is reported for a single host.
     """
-    comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
-    found: list[Finding] = []
+    answers, alone = answers_of(evidence), len(hosts) == 1
+    comparison = compare(answers)
+    silent = [host for host, answer in answers.items() if isinstance(answer.told, Trouble)]
+    words = "the node gave no report, so nothing of it is compared"
+    found = [Finding("unknown", "report", words, host) for host in silent if versions]
     for item in comparison.outliers:
         if (
             item.what.startswith(VERSIONS) != versions
@@ -80,11 +83,13 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
                         verdict, name, f"{verdict} on every node", "", None, CHECKS[name].mend if name in CHECKS else ""
                     )
                 )
-    judged = sum(len(names) for names in comparison.everywhere.values())
-    if not any(item.verdict == "fail" for item in found):
-        found.append(
-            Finding("ok", "nodes", f"{judged} checks have one verdict on {len(hosts)} node{'s' * (len(hosts) > 1)}")
-        )
+    told = [name for verdict, names in comparison.everywhere.items() if verdict != "unknown" for name in names]
+    told += [name for name in comparison.common if name != "tc3"]  # no report of another tc3 is read
+    judged = sum(name.startswith(VERSIONS) == versions for name in told)
+    count = len(answers) - len(silent)
+    if judged and (alone or count > 1) and not any(item.verdict == "fail" for item in found):
+        words = f"{judged} checks and facts are known and the same on {count} node{'s' * (count > 1)}"
+        found.append(Finding("ok", "nodes", words))
     return found
 
 

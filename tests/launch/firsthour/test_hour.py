@@ -16,7 +16,7 @@ from launch.firsthour import hour as hours
 from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import judged
 from launch.firsthour.hour import Hour
-from launch.firsthour.judge import judge_devices, judge_operators
+from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators
 from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
@@ -220,6 +220,25 @@ def test_workers_of_other_kinds_are_not_said_to_be_as_fast_as_their_peers():
     assert found.verdict == "unknown" and found.seen.startswith("2 of 2 cannot be compared")
     found = judge_devices({"probes": {"a": probe([1.0, 1.0]), "b": other}, "memory": rows, "links": []})
     assert [(item.verdict, item.seen[:9]) for item in found] == [("unknown", "1 of 3 ca"), ("ok", "2 workers")]
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_hosts_of_which_nothing_is_known_are_not_judged(versions):
+    """They were "31 checks have one verdict on 2 nodes", also where only one node had given a report."""
+
+    def found(*words, silent=0):
+        checks = [Checked(name, word, "", "", "", "") for word in words for name in ("swap", "clock")]
+        facts = {"tc3": tool_version(), "driver": None if "unknown" in words else "25.5.2"}
+        told = [Answer(Report(checks, facts), Skew(0.0, 0.001)) for _ in range(2 - silent)]
+        answers = dict(zip("ab", [*told, *[Answer(Trouble("ssh", "no route", ""))] * silent], strict=True))
+        return judge_hosts(hosts_evidence(answers), ["a", "b"], versions)
+
+    assert not judged("hosts", found("unknown"), {}).told
+    (sound,) = found("ok")
+    assert sound.verdict == "ok" and sound.seen.startswith(
+        f"{1 + versions} checks and facts are known and the same on 2"
+    )
+    assert {item.verdict for item in found("ok", silent=1)} == ({"unknown"} if versions else {"fail", "unknown"})
 
 
 def test_a_resume_without_any_loss_is_unknown():
