@@ -108,6 +108,10 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
     ]
     found += _memories(evidence["memory"])
     found += _links(evidence["links"], on_cores)
+    measured = any(row["source"][0] != row["target"][0] and row["gbytes"] for row in evidence["links"])
+    if len(probes) > 1 and not measured:
+        words = "none was measured by itself; the check `collectives` times the groups of ranks that use them"
+        found.append(Finding("unknown", "links between nodes", words))
     workers, count = sum(len(probe["workers"]) for probe in probes.values()), compared(probes)
     if any(item.verdict == "fail" for item in found):
         return found

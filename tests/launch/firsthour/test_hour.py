@@ -216,10 +216,20 @@ def test_workers_of_other_kinds_are_not_said_to_be_as_fast_as_their_peers():
     other = probe([0.01])
     other["workers"][0]["kind"] = "y"
     rows = [["a", 0, GIB], ["b", 0, GIB]]
-    (found,) = judge_devices({"probes": {"a": probe([1.0]), "b": other}, "memory": rows, "links": []})
+    links = [{"source": ["a", 0], "target": ["b", 0], "gbytes": [1.0]}]
+    (found,) = judge_devices({"probes": {"a": probe([1.0]), "b": other}, "memory": rows, "links": links})
     assert found.verdict == "unknown" and found.seen.startswith("2 of 2 cannot be compared")
-    found = judge_devices({"probes": {"a": probe([1.0, 1.0]), "b": other}, "memory": rows, "links": []})
+    found = judge_devices({"probes": {"a": probe([1.0, 1.0]), "b": other}, "memory": rows, "links": links})
     assert [(item.verdict, item.seen[:9]) for item in found] == [("unknown", "1 of 3 ca"), ("ok", "2 workers")]
+
+
+def test_links_between_nodes_that_nobody_measured_are_unknown():
+    """The check asks for slow links, and said nothing of those between nodes."""
+    evidence = {"probes": {"a": probe([1.0]), "b": probe([1.0])}, "memory": [["a", 0, GIB], ["b", 0, GIB]]}
+    found = judge_devices({**evidence, "links": []})
+    assert [(item.verdict, item.what) for item in found] == [("unknown", "links between nodes"), ("ok", "devices")]
+    links = [{"source": ["a", 0], "target": ["b", 0], "gbytes": [1.0]}]
+    assert [item.verdict for item in judge_devices({**evidence, "links": links})] == ["ok"]
 
 
 @pytest.mark.parametrize("versions", [False, True])
