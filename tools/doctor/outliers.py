@@ -164,18 +164,34 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
         floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
             time.
     """
-    if len(times) < 2:
-        return {}
+    typical, best = _ratios(times, floors)
+    return {key: found for key, found in typical.items() if found[0] > found[1] and best[key][0] > best[key][1]}
+
+
+def unclear(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
+    """Return the same pairs for each worker that is above its floor, but not above its limit: the workers differ too
+    much among each other to say whether it is slow.
+    """
+    named, (typical, best) = slow(times, floors), _ratios(times, floors)
+    return {
+        key: found
+        for key, found in typical.items()
+        if key not in named and min(found[0], best[key][0]) > 1 + floors[key]
+    }
+
+
+def _ratios(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> list[dict[Key, tuple[float, float]]]:
+    """Return for the typical and for the best times: key -> (ratio to the median, limit of this ratio)."""
+    if not times:
+        return [{}, {}]
     z = max(_LEAST_Z, NormalDist().inv_cdf(1 - _FALSE_ALARMS / len(times)))
-    ratios: list[dict[Key, tuple[float, float]]] = []
+    found: list[dict[Key, tuple[float, float]]] = []
     for which in (0, 1):
         values = {key: pair[which] for key, pair in times.items()}
         centre = median_low(values.values())
         spread = TO_SIGMA * median_low(abs(value - centre) for value in values.values()) / centre
-        limits = {key: 1 + max(floors[key], z * spread) for key in values}
-        over = {key: value / centre for key, value in values.items() if value / centre > limits[key]}
-        ratios.append({key: (ratio, limits[key]) for key, ratio in over.items()})
-    return {key: found for key, found in ratios[0].items() if key in ratios[1]}
+        found.append({key: (value / centre, 1 + max(floors[key], z * spread)) for key, value in values.items()})
+    return found
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
@@ -284,6 +300,11 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
             for key in mine[:1] if whole else mine:
                 who = f"all {len(own)} workers" if whole else name(reports[host]["workers"][key[1]])
                 found.append(Outlier(host, who, measure, "fail", named[key]))
+        times = {key: times_of(measure, numbers) for key, numbers in rounds.items()}
+        for (host, index), pair in unclear(times, limits).items():
+            words = _seen(measure, rounds[host, index], *pair, len(rounds), "workers")
+            seen = f"{words}; the workers differ too much among each other to say whether this one is slow"
+            found.append(Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", seen))
     return found
 
 
@@ -373,8 +394,8 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
     probes.
 
     The verdict is "fail" if a worker, link or disk is slower than others of its kind, or a worker ended. The verdict is
-    "unknown" if no worker has another worker of its kind, so that no comparison is possible. The verdict is "warn" if a
-    worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
+    "unknown" if a worker has no other worker of its kind, or if it cannot be told whether a worker or link is slow. The
+    verdict is "warn" if a worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
     """
     found = findings(reports)
     order: tuple[Verdict, ...] = ("fail", "unknown", "warn", "ok")
@@ -392,12 +413,14 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
         for item in sorted(found, key=lambda item: item.verdict)
         for mend in [MENDS[item.measure]]
     ]
-    return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary_finding(reports)]
+    if any(item.verdict == "fail" for item in found):
+        return rows
+    return [*rows, _summary_finding(reports, surely=any(item.verdict == "unknown" for item in found))]
 
 
-def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
-    """Return a finding that is ok if every worker was compared with another one, and unknown if a worker had no
-    peer.
+def _summary_finding(reports: Mapping[str, Probe], surely: bool) -> Finding:
+    """Return a finding that is ok if every worker was compared with another one, and unknown if a worker had no peer;
+    with `surely`, other findings are unknown.
     """
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(
@@ -410,7 +433,8 @@ def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
         )
         mend = "probe several workers (--workers) or several hosts together"
         return Finding("probe", "unknown", f"{alone}{notes}", WHY, SOURCE, mend)
-    return Finding("probe", "ok", f"none of the {count} workers is slower than the others{notes}", WHY, SOURCE, "")
+    words = f"none of the {count} workers is {'surely ' * surely}slower than the others"
+    return Finding("probe", "ok", f"{words}{notes}", WHY, SOURCE, "")
 
 
 Measure = Literal["matmul", "memory", "disk"]
