@@ -19,7 +19,7 @@ from tools.accuracy.operators.run import NOT_RUNNABLE
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
 from tools.doctor.compare import ALONE, compare
-from tools.doctor.outliers import MENDS, ON_CORES, Times, compared, outliers, slow
+from tools.doctor.outliers import MENDS, ON_CORES, UNCLEAR, Times, compared, outliers, slow, unclear
 from tools.doctor.report import Report
 from tools.hardware.units import GIB
 
@@ -182,6 +182,9 @@ def _slow_links(times: Mapping[tuple[Place, Place], Times], on_cores: bool, insi
     for (source, target), (ratio, _) in slow(rest, dict.fromkeys(rest, floor)).items():
         seen = f"{ratio:.1f} times as long as other links {where}, to {target[0]}, device {target[1]}"
         found.append(Finding("fail", "link", seen, *source, mend))
+    for (source, target), (ratio, _) in unclear(rest, dict.fromkeys(rest, floor)).items():
+        seen = f"{ratio:.1f} times as long as other links {where}, to {target[0]}, device {target[1]}; {UNCLEAR}"
+        found.append(Finding("unknown", "link", seen, *source, mend))
     return found
 
 

@@ -51,6 +51,7 @@ FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latenc
 ON_CORES = {"matmul": 0.75, "bandwidth": 3.0}  # at least, of workers without NPUs
 UNITS = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s", "bandwidth": "GB/s", "latency": "us"}
 WAITS, STOPPED = 0.2, 0.05  # shares of a worker's time from which on they are said
+UNCLEAR = "they differ too much among each other to say whether this one is slow"
 WHY = "every step waits for the slowest worker"
 SOURCE = "tools/doctor/outliers.py; report, section 6"
 MENDS = {
@@ -303,8 +304,9 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
         times = {key: times_of(measure, numbers) for key, numbers in rounds.items()}
         for (host, index), pair in unclear(times, limits).items():
             words = _seen(measure, rounds[host, index], *pair, len(rounds), "workers")
-            seen = f"{words}; the workers differ too much among each other to say whether this one is slow"
-            found.append(Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", seen))
+            found.append(
+                Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", f"{words}; {UNCLEAR}")
+            )
     return found
 
 

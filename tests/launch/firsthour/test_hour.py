@@ -230,6 +230,9 @@ def test_links_between_nodes_that_nobody_measured_are_unknown():
     assert [(item.verdict, item.what) for item in found] == [("unknown", "links between nodes"), ("ok", "devices")]
     links = [{"source": ["a", 0], "target": ["b", 0], "gbytes": [1.0]}]
     assert [item.verdict for item in judge_devices({**evidence, "links": links})] == ["ok"]
+    apart = [{"source": ["a", at], "target": ["b", at], "gbytes": [rate]} for at, rate in enumerate((10, 7, 5, 4))]
+    found = judge_devices({**evidence, "links": apart})
+    assert [(item.verdict, item.device) for item in found] == [("unknown", 2), ("unknown", 3), ("ok", None)]
 
 
 @pytest.mark.parametrize("versions", [False, True])
