@@ -47,16 +47,16 @@ def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, floa
 
 def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
     """Return the terms of the memory model that fit the measured peaks best; return None if the runs do not determine
-    them.
+    them. There must be more runs than terms, because any three peaks are fitted without an error.
     """
-    if len(rows) < 3:
+    if not rows:
         return None
     known = np.array([[row["activations"], row["buffers"], GIB] for row in rows])
     left = np.array([row["peak"] - row["static"] for row in rows])
     scale = np.abs(known).max(axis=0)
     used = scale > 0
     columns = known[:, used] / scale[used]
-    if np.linalg.svd(columns, compute_uv=False)[-1] < _ALIKE * np.sqrt(len(rows)):
+    if len(rows) <= used.sum() or np.linalg.svd(columns, compute_uv=False)[-1] < _ALIKE * np.sqrt(len(rows)):
         return None
     found = np.ones(3)
     found[used] = np.linalg.lstsq(columns, left, rcond=None)[0] / scale[used]
@@ -103,4 +103,5 @@ def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str],
         f"activations x {memory.activations:.3f}, buffers x {memory.buffers:.3f}, "
         f"{memory.reserve_bytes / GIB:.2f} GiB beside the model; the runs are fitted within {memory.error:.2%}"
     )
-    return [*found, Finding("ok" if memory.error <= NEAR else "warn", "memory", words)]
+    possible = min(memory.activations, memory.buffers, memory.reserve_bytes) >= 0
+    return [*found, Finding("ok" if memory.error <= NEAR and possible else "warn", "memory", words)]

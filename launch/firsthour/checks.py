@@ -55,7 +55,8 @@ HOUR_CHECKS: tuple[HourCheck, ...] = (
     ),
     HourCheck(
         "versions", 0.01, (), True, "Do software, drivers, clocks, disks and ports agree on all nodes?",
-        "every fact is the same on all nodes, clocks differ by at most 0.1 s", "install what most nodes have",
+        "every fact is the same on all nodes, no clock is more than 0.1 s from the median",
+        "install what most nodes have",
     ),
     HourCheck(
         "devices", 0.10, (), True, "Is a device, a link, a disk or a memory slower or smaller than others?",

@@ -24,12 +24,12 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from launch.firsthour.calibrate import FACTOR
-from launch.firsthour.checks import Finding
+from launch.firsthour.checks import Finding, Verdict
 from launch.firsthour.judge import LINK
 from launch.run.msrun import MASTER, ROOT, free_port, msrun_of, worker_environment
 from plugins.errors import ClusterError
 from tools.doctor.ask import Trouble, call_each
-from tools.doctor.outliers import MENDS, ON_CORES, Times, slow
+from tools.doctor.outliers import MENDS, ON_CORES, UNCLEAR, Times, slow, unclear
 from tools.estimate.configuration import Configuration
 from tools.estimate.groups import collectives_of
 from tools.files.atomic import write_atomically
@@ -158,7 +158,8 @@ def judge_collectives(
             found.append(Finding("unknown", place, words))
             continue
         late = _slow_groups(row, names, each, place, on_cpu)
-        found += late or [_as_predicted(row, place)]
+        failed = any(item.verdict == "fail" for item in late)
+        found += late if failed else [*late, _as_predicted(row, place)]
     return found or [Finding("unknown", "collectives", "the recipe has no groups, because it is for one device")]
 
 
@@ -167,12 +168,17 @@ def _slow_groups(
 ) -> list[Finding]:  # fmt: skip
     times = {number: Times(median(rounds), min(rounds)) for number, rounds in enumerate(row["seconds"])}
     floor = ON_CORES["bandwidth"] if on_cpu else LINK
+    floors = dict.fromkeys(times, floor)
+    verdicts: list[tuple[Verdict, Mapping[int, tuple[float, float]], str]] = [
+        ("fail", slow(times, floors), ""), ("unknown", unclear(times, floors), f"; {UNCLEAR}"),
+    ]  # fmt: skip
     found = []
-    for number, (ratio, _) in slow(times, dict.fromkeys(times, floor)).items():
-        first, last = row["groups"][number][0], row["groups"][number][-1]
-        seen = f"{row['operator']} took {ratio:.1f} times as long as in most of {len(times)} groups"
-        seen += f"; the group has ranks {first} to {last}"
-        found.append(Finding("fail", place, seen, names[first // each], first % each, MENDS["bandwidth"]))
+    for verdict, named, why in verdicts:
+        for number, (ratio, _) in named.items():
+            first, last = row["groups"][number][0], row["groups"][number][-1]
+            seen = f"{row['operator']} took {ratio:.1f} times as long as in most of {len(times)} groups"
+            seen += f"; the group has ranks {first} to {last}{why}"
+            found.append(Finding(verdict, place, seen, names[first // each], first % each, MENDS["bandwidth"]))
     return found
 
 

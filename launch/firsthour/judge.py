@@ -15,10 +15,11 @@ from statistics import median
 from typing import Any
 
 from launch.firsthour.checks import Finding
+from tools.accuracy.operators.run import NOT_RUNNABLE
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
 from tools.doctor.compare import ALONE, compare
-from tools.doctor.outliers import MENDS, ON_CORES, Times, outliers, slow
+from tools.doctor.outliers import MENDS, ON_CORES, UNCLEAR, Times, compared, outliers, slow, unclear
 from tools.doctor.report import Report
 from tools.hardware.units import GIB
 
@@ -59,8 +60,11 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
     `versions` if `versions` is set, and otherwise those of the check `hosts`. A difference between hosts is reported
     for each host; nothing that needs a second host, such as the comparison of clocks, is reported for a single host.
     """
-    comparison, alone = compare(answers_of(evidence)), len(hosts) == 1
-    found: list[Finding] = []
+    answers, alone = answers_of(evidence), len(hosts) == 1
+    comparison = compare(answers)
+    silent = [host for host, answer in answers.items() if isinstance(answer.told, Trouble)]
+    words = "the node gave no report, so nothing of it is compared"
+    found = [Finding("unknown", "report", words, host) for host in silent if versions]
     for item in comparison.outliers:
         if (
             item.what.startswith(VERSIONS) != versions
@@ -79,11 +83,13 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
                         verdict, name, f"{verdict} on every node", "", None, CHECKS[name].mend if name in CHECKS else ""
                     )
                 )
-    judged = sum(len(names) for names in comparison.everywhere.values())
-    if not any(item.verdict == "fail" for item in found):
-        found.append(
-            Finding("ok", "nodes", f"{judged} checks have one verdict on {len(hosts)} node{'s' * (len(hosts) > 1)}")
-        )
+    told = [name for verdict, names in comparison.everywhere.items() if verdict != "unknown" for name in names]
+    told += [name for name in comparison.common if name != "tc3"]  # no report of another tc3 is read
+    judged = sum(name.startswith(VERSIONS) == versions for name in told)
+    count = len(answers) - len(silent)
+    if judged and (alone or count > 1) and not any(item.verdict == "fail" for item in found):
+        words = f"{judged} checks and facts are known and the same on {count} node{'s' * (count > 1)}"
+        found.append(Finding("ok", "nodes", words))
     return found
 
 
@@ -102,11 +108,18 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
     ]
     found += _memories(evidence["memory"])
     found += _links(evidence["links"], on_cores)
-    workers = sum(len(probe["workers"]) for probe in probes.values())
-    if workers < 2:
-        found.append(Finding("unknown", "devices", "one worker only, so whether it is slow cannot be told"))
-    elif not any(item.verdict == "fail" for item in found):
-        found.append(Finding("ok", "devices", f"{workers} workers on {len(probes)} nodes, none slower than its peers"))
+    measured = any(row["source"][0] != row["target"][0] and row["gbytes"] for row in evidence["links"])
+    if len(probes) > 1 and not measured:
+        words = "none was measured by itself; the check `collectives` times the groups of ranks that use them"
+        found.append(Finding("unknown", "links between nodes", words))
+    workers, count = sum(len(probe["workers"]) for probe in probes.values()), compared(probes)
+    if any(item.verdict == "fail" for item in found):
+        return found
+    if count < workers:
+        words = f"{workers - count} of {workers} cannot be compared, because no other worker is of the same kind"
+        found.append(Finding("unknown", "devices", words))
+    if count:
+        found.append(Finding("ok", "devices", f"{count} workers on {len(probes)} nodes, none slower than its peers"))
     return found
 
 
@@ -169,6 +182,9 @@ def _slow_links(times: Mapping[tuple[Place, Place], Times], on_cores: bool, insi
     for (source, target), (ratio, _) in slow(rest, dict.fromkeys(rest, floor)).items():
         seen = f"{ratio:.1f} times as long as other links {where}, to {target[0]}, device {target[1]}"
         found.append(Finding("fail", "link", seen, *source, mend))
+    for (source, target), (ratio, _) in unclear(rest, dict.fromkeys(rest, floor)).items():
+        seen = f"{ratio:.1f} times as long as other links {where}, to {target[0]}, device {target[1]}; {UNCLEAR}"
+        found.append(Finding("unknown", "link", seen, *source, mend))
     return found
 
 
@@ -185,11 +201,10 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             detail], and "shipped": what tc3 accuracy ops --shipped says of the host's golden results, or None.
     """
     found: list[Finding] = []
-    checks = 0
     mend = "take the device out; compare CANN, firmware and precision modes with the other devices"
     kinds = Counter(name for row in rows for name in row["results"])
+    checks = sum(_status(row, name) != NOT_RUNNABLE for row in rows for name in row["results"])
     for row in rows:
-        checks += len(row["results"])
         for special in (False, True):  # infinities, NaN and denormals apart: no training should meet them
             names = [name for name, result in row["results"].items() if result[0] == "fail"]
             wrong = [name for name in names if (_SPECIAL in name) == special]
@@ -199,13 +214,19 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 found.append(
                     Finding("warn" if special else "fail", "operators", seen, row["host"], row["device"], mend)
                 )
-    missing = {name for name in kinds if all(_status(row, name) == "not runnable" for row in rows)}
+    missing = {name for name in kinds if all(_status(row, name) == NOT_RUNNABLE for row in rows)}
     absent = sorted({" ".join(name.split()[:2]) for name in missing})
     if absent:
         found.append(Finding("warn", "operators", f"no kernel on these devices: {', '.join(absent)}"))
+    for row in rows:
+        if lacking := [name for name in kinds if name not in missing and _status(row, name) == NOT_RUNNABLE]:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            words = f"{lacking[0]}{more}: computed on other devices, but not on this one"
+            found.append(Finding("unknown", "operators", words, row["host"], row["device"], mend))
     named = {(item.where, item.device) for item in found if item.verdict == "fail"}
-    for name in kinds:
-        errors = {(row["host"], row["device"]): row["results"][name][1] for row in rows if name in row["results"]}
+    for name in (name for name in kinds if name not in missing):
+        known = [row for row in rows if _status(row, name) != NOT_RUNNABLE]
+        errors = {(row["host"], row["device"]): row["results"][name][1] for row in known}
         usual, count = Counter(errors.values()).most_common(1)[0]
         for place, error in errors.items():
             if error != usual and 2 * count > len(errors) and place not in named:
@@ -213,7 +234,9 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
                 found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
     found += _golden(rows)
-    if not any(item.verdict == "fail" for item in found):
+    if not checks:
+        found.append(Finding("unknown", "operators", "no operator was computed on any device"))
+    elif not any(item.verdict == "fail" for item in found):
         found.append(Finding("ok", "operators", f"{checks} checks on {len(rows)} devices, all within the tolerance"))
     return found
 
@@ -250,4 +273,4 @@ def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _status(row: Mapping[str, Any], name: str) -> str:
-    return str(row["results"][name][0]) if name in row["results"] else "not runnable"
+    return str(row["results"][name][0]) if name in row["results"] else NOT_RUNNABLE

@@ -38,16 +38,19 @@ def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:
 
     Args:
         content: "golden": a line for each number that differs, "without_golden_numbers": runs that have none, "steps",
-            and "passed", as tc3 accuracy equivalence --json prints them. known: name of the golden file, or "".
+            "rows" and "passed", as tc3 accuracy equivalence --json prints them. known: name of the golden file, or "".
     """
     if content["golden"]:
         first, *rest = content["golden"]
         more = f" (and {len(rest)} more)" if rest else ""
         return [Finding("fail", "golden losses", f"{first}{more}", remedy=MENDS)]
+    if not content["passed"]:  # nothing was trained that could differ from golden losses
+        why = next((row["reason"] for row in content["rows"] if row["reason"]), "it did not end")
+        return [Finding("fail", "training", f"the training failed: {why}", remedy=MENDS)]
     if content["without_golden_numbers"] or not known:
         words = "this recipe has no golden numbers"
         mend = "tc3 accuracy equivalence RECIPE --golden FOLDER --update on a trusted CPU"
-        trained = Finding("ok" if content["passed"] else "fail", "training", f"{content['steps']} steps in one process")
+        trained = Finding("ok", "training", f"{content['steps']} steps in one process")
         return [trained, Finding("unknown", "golden losses", words, remedy=mend)]
     return [Finding("ok", "golden losses", f"{content['steps']} steps as in {known}")]
 

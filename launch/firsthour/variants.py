@@ -87,8 +87,10 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
         shown = ", ".join(
             f"{value} {'did not train' if time is None else f'{time:.4g} s'}" for value, time in times.items()
         )
-        if len(known) < 2:
-            found.append(Finding("unknown", key, f"fewer than two values were measured: {shown}"))
+        own = next(str(one.value) for one in variants if one.key == key and one.own)
+        if len(known) < 2 or own not in known:
+            few = "fewer than two values were measured" if own in known else "the recipe's own value was not measured"
+            found.append(Finding("unknown", key, f"{few}: {shown}"))
             continue
         best = winner_of([one for one in variants if one.key == key], seconds)
         words = f"a step takes {shown}; " + (

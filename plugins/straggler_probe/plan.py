@@ -221,9 +221,10 @@ def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None 
     silent: dict[tuple[Kind, str], set[int]] = defaultdict(set)
     compared: set[int] = set()
     for (_, device, _), series in peers.items():
-        for kind, value in KINDS.items():
-            known = {own: rows for own, rows in series.items() if all(value(row) is not None for row in rows)}
-            silent[kind, "the host does not see its waits for batches"] |= {own.rank for own in series.keys() - known}
+        for kind in KINDS:
+            known = {own: rows for own, rows in series.items() if not _unseen(kind, rows)}
+            for own in series.keys() - known:
+                silent[kind, _unseen(kind, series[own])].add(own.rank)
             if len({own.rank for own in known}) < 2:
                 silent[kind, "no other rank does the same work"] |= {own.rank for own in known}
                 continue
@@ -280,6 +281,15 @@ def _limit(record: Record) -> float:
 
 
 KINDS: dict[Kind, Callable[[Record], float | None]] = {"device": _device, "data": _data, "host": _host, "limit": _limit}
+
+
+def _unseen(kind: Kind, rows: Sequence[Record]) -> str:
+    """Return why a measure of a rank's probes is unknown; "" if it is known."""
+    if any(KINDS[kind](row) is None for row in rows):
+        return "the host does not see its waits for batches"
+    if kind == "host" and not any(row.cpu for row in rows):
+        return "the kernel does not count how long its threads run and wait"
+    return ""
 
 
 def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[SlowRank]:
@@ -352,9 +362,11 @@ def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, floa
 
 
 def noise(excess: np.ndarray) -> float:
-    """Return the standard deviation of the noise in `excess` [K, N], computed over all ranks."""
-    changes = np.abs(np.diff(excess, axis=0))
-    return TO_SIGMA / math.sqrt(2) * _median(changes[~np.isnan(changes)])
+    """Return the standard deviation of the noise in `excess` [K, N], computed over all ranks from the differences of a
+    rank's successive probes, between which other ranks may have been probed.
+    """
+    changes = np.concatenate([np.abs(np.diff(column[~np.isnan(column)])) for column in excess.T])
+    return TO_SIGMA / math.sqrt(2) * _median(changes)
 
 
 def _median(values: np.ndarray) -> float:

@@ -23,16 +23,22 @@ def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set
     for kind in plan.KINDS:
         for rank, host, *same in who:
             peers = {one[:2] for one in who if [*one[2:]] == same}
-            named = _slow(kind, {key: _series(kind, records, key) for key in peers}, (rank, host), same[1], enough)
+            counted = {key for key in peers if kind != "host" or any(one.cpu for one in records if _of(one) == key)}
+            series = {key: _series(kind, records, key) for key in counted}
+            named = _slow(kind, series, (rank, host), same[1], enough)
             if named:
                 found.add((rank, host, kind))
     return found
 
 
+def _of(record: Record) -> tuple[int, str]:
+    return record.rank, record.host
+
+
 def _series(kind: str, records: Sequence[Record], key: tuple[int, str]) -> dict[int, float | None]:
     out: dict[int, float | None] = {}
     for one in records:
-        if (one.rank, one.host) == key:
+        if _of(one) == key:
             out[one.step] = {
                 "device": math.log(one.probe),
                 "data": None if one.data is None else one.data / one.seconds,
@@ -58,7 +64,9 @@ def _slow(kind, series, key, device, enough) -> bool:
     spread = _noise(excess.values())
     own, error = excess[key], 0.0
     if len(series) >= plan.ENOUGH:
-        first = {one: median([x for x in values if x is not None][: plan.FIRST]) for one, values in excess.items()}
+        first = {
+            one: median([x for x in values if x is not None][: plan.FIRST] or [0.0]) for one, values in excess.items()
+        }
         most = plan.WITHIN * 1.4826 * median(abs(value) for value in first.values())
         own = [x if x is None else x - min(max(first[key], -most), most) for x in own]
         unlucky = NormalDist().inv_cdf(1 - 1 / len(series))
@@ -69,12 +77,8 @@ def _slow(kind, series, key, device, enough) -> bool:
 
 
 def _noise(excess) -> float:
-    changes = [
-        abs(after - before)
-        for values in excess
-        for before, after in pairwise(values)
-        if before is not None and after is not None
-    ]
+    present = ([value for value in values if value is not None] for values in excess)
+    changes = [abs(after - before) for values in present for before, after in pairwise(values)]
     return 1.4826 * median(changes) / math.sqrt(2) if changes else 0.0
 
 

@@ -148,6 +148,23 @@ def test_waits_that_the_host_does_not_see_are_unknown():
     assert "does not see" in verdict.unknown[0].why
 
 
+def test_waits_that_the_kernel_does_not_count_are_unknown():
+    """Without the kernel's counters, as in some containers, no rank was said to wait for its cores."""
+    records = history(np.random.default_rng(5), 4)
+    verdict = slow_ranks([replace(one, cpu=0.0, waited=0.0) if one.rank < 2 else one for one in records])
+    assert [(one.kind, one.ranks) for one in verdict.unknown] == [("host", (0, 1))]
+    assert "the kernel does not count" in verdict.unknown[0].why
+
+
+@pytest.mark.parametrize("late", [lambda one: one.rank == 3, lambda one: one.rank < 4])
+def test_ranks_that_are_probed_at_other_steps_leave_the_noise_of_the_others(late):
+    """The noise counted as 0 if no rank had probes at two successive steps, so that healthy ranks were named."""
+    records = history(np.random.default_rng(5), 8, 80, jitter=0.03)
+    moved = [replace(one, step=one.step + 1) if late(one) else one for one in records]
+    assert slow_ranks(moved).slow == []
+    assert reference.slow_ranks(moved, dict.fromkeys(range(8), 0)) == set()
+
+
 def test_no_records_say_nothing():
     assert slow_ranks([]) == ([], [], 0)
 

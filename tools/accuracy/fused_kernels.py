@@ -422,16 +422,26 @@ class Report:
 
 def replayed(found: Found, seed: int) -> Report:
     """Return the judgements of predicted kernels, both fused (as DVM computes them) and unfused."""
-    return Report([_row(kernel, found.counts[key], seed) for key, kernel in found.kernels.items()], dict(found.skipped))
+    rows, skipped = [], Counter(found.skipped)
+    for key, kernel in found.kernels.items():
+        try:
+            rows.append(_row(kernel, found.counts[key], seed))
+        except UnreadableError as error:
+            skipped[str(error)] += found.counts[key]
+    return Report(rows, dict(skipped))
 
 
 def _row(kernel: Kernel, times: int, seed: int) -> Row:
-    """Return the judgement of a kernel, represented by the result that used most of its tolerance."""
+    """Return the judgement of a kernel, represented by the result that used most of its tolerance. Raise
+    UnreadableError if the kernel's inputs leave no finite number to compare in one of its results.
+    """
     inputs = inputs_of(kernel, seed)
     exact, fused, unfused = (
         [results[place] for place in kernel.outputs]
         for results in (run(kernel, inputs, way) for way in (EXACT, FUSED, UNFUSED))
     )
+    if not all(np.isfinite(result).any() for result in exact if result.size):
+        raise UnreadableError("random inputs give a result of this fused kernel without a finite number")
     allowed = [allowances(kernel)[place] for place in kernel.outputs]
     ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]

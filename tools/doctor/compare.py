@@ -205,8 +205,8 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
     for item in slower(probes):
         seen, mend = f"{item.who}: {item.seen}", MENDS[item.measure]
         found.append(Outlier(f"probe {item.measure}", item.verdict, [item.host], seen, mend=mend))
-    summary = findings(probes)[-1]
-    if summary.verdict == "unknown":
+    summary = findings(probes)[-1]  # of all workers, unless one failed
+    if summary.verdict == "unknown" and not any(item.verdict == "fail" for item in found):
         found.append(Outlier("probe", "unknown", list(probes), summary.seen, mend=summary.mend))
     if silent := [host for host in reports if host not in probes]:
         found.append(Outlier("probe", "unknown", silent, "not probed", f"{len(probes)} of {len(reports)} hosts are"))

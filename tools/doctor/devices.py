@@ -225,6 +225,10 @@ def npu_clock(patient: Patient) -> Answer:
     told(seen or None, "npu-smi does not tell the clock of the AI cores")
     if resting and not slow:
         return Answer("unknown", f"the NPUs are idle; check again during a run ({', '.join(seen)})")
+    if not slow and len(seen) < (count := max(len(chips), len(_npu_files(patient)))):
+        return Answer(
+            "unknown", f"only {len(seen)} of {count} NPUs tell the clock of their AI cores: {', '.join(seen)}"
+        )
     return Answer("warn" if slow else "ok", ", ".join(seen))
 
 
@@ -277,26 +281,28 @@ def ascend_versions(root: Root) -> dict[str, str | None]:
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Check that driver and CANN are installed, and that the driver supports the firmware. The check does not compare
-    the versions that CANN itself needs.
+    """Check that driver and CANN are installed, and that the driver supports the firmware; whether it does is unknown
+    if the firmware or the driver's ranges cannot be read. The check does not compare the versions that CANN itself
+    needs.
     """
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
     taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")
-    if taken and found["firmware"] and not _takes_firmware(taken, found["firmware"]):
+    takes = _takes_firmware(taken, found["firmware"]) if taken and found["firmware"] else None
+    if takes is False:
         return Answer("fail", f"{seen}: this driver takes firmware {taken}")
-    return Answer("ok" if found["driver"] and found["CANN"] else "unknown", seen)
+    if takes is None and found["driver"]:
+        seen += ": whether the driver takes the firmware cannot be told"
+    return Answer("ok" if takes and found["CANN"] else "unknown", seen)
 
 
-def _takes_firmware(ranges: str, version: str) -> bool:
+def _takes_firmware(ranges: str, version: str) -> bool | None:
     """Return whether a version lies in one of the ranges of a text such as ``[6.4.0,6.4.99],[7.0.0,8.9.9]``; both ends
-    belong to a range, and versions are compared number by number.
-
-    Ranges in another form say nothing, and take everything.
+    belong to a range, and versions are compared number by number. Return None for ranges in another form.
     """
     pairs = re.findall(r"\[\s*([\d.]+)\s*,\s*([\d.]+)\s*\]", ranges)
     numbers = _numbers(version)
-    return not pairs or any(_numbers(low) <= numbers[:3] <= _numbers(high) for low, high in pairs)
+    return None if not pairs else any(_numbers(low) <= numbers[:3] <= _numbers(high) for low, high in pairs)
 
 
 def _numbers(version: str) -> list[int]:

@@ -23,9 +23,9 @@ core during a whole probe, and no counter of this host shows that.
 If the share w of the time in which a worker waited is removed from its rate r, an error dw of w changes the result r /
 (1 - w) by the share dw / (1 - w). Therefore a floor is divided by 1 - w, too, with the larger w of the worker and of
 the centre (with two workers, the larger w of both). A message needs the workers at both ends of its link: its w is the
-share of the time in which at least one of the two workers waited, and this time is not removed from its rate. A link is
-not named as slow if its two workers had a core at the same time for less than half of the time, because TCP then gives
-no useful measurement.
+share of the time in which at least one of the two workers waited, and this time is not removed from its rate. A link
+that seems slow is unknown if its two workers had a core at the same time for less than half of the time, because TCP
+then gives no useful measurement.
 
 `against` compares the workers of a host with the workers that `tc3 firsthour` measured on a cluster (`tc3 doctor
 --probe --measured BUNDLE`). If all workers of one host are slow, no worker on this host is fast enough for a
@@ -51,6 +51,7 @@ FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latenc
 ON_CORES = {"matmul": 0.75, "bandwidth": 3.0}  # at least, of workers without NPUs
 UNITS = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s", "bandwidth": "GB/s", "latency": "us"}
 WAITS, STOPPED = 0.2, 0.05  # shares of a worker's time from which on they are said
+UNCLEAR = "they differ too much among each other to say whether this one is slow"
 WHY = "every step waits for the slowest worker"
 SOURCE = "tools/doctor/outliers.py; report, section 6"
 MENDS = {
@@ -152,7 +153,7 @@ class Outlier:
     host: str
     who: str
     measure: str
-    verdict: Literal["warn", "fail"]
+    verdict: Literal["warn", "fail", "unknown"]
     seen: str
 
 
@@ -164,18 +165,34 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
         floors: for each worker, link or disk the smallest difference that counts as slow, as a share of the median
             time.
     """
-    if len(times) < 2:
-        return {}
+    typical, best = _ratios(times, floors)
+    return {key: found for key, found in typical.items() if found[0] > found[1] and best[key][0] > best[key][1]}
+
+
+def unclear(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
+    """Return the same pairs for each worker that is above its floor, but not above its limit: the workers differ too
+    much among each other to say whether it is slow.
+    """
+    named, (typical, best) = slow(times, floors), _ratios(times, floors)
+    return {
+        key: found
+        for key, found in typical.items()
+        if key not in named and min(found[0], best[key][0]) > 1 + floors[key]
+    }
+
+
+def _ratios(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> list[dict[Key, tuple[float, float]]]:
+    """Return for the typical and for the best times: key -> (ratio to the median, limit of this ratio)."""
+    if not times:
+        return [{}, {}]
     z = max(_LEAST_Z, NormalDist().inv_cdf(1 - _FALSE_ALARMS / len(times)))
-    ratios: list[dict[Key, tuple[float, float]]] = []
+    found: list[dict[Key, tuple[float, float]]] = []
     for which in (0, 1):
         values = {key: pair[which] for key, pair in times.items()}
         centre = median_low(values.values())
         spread = TO_SIGMA * median_low(abs(value - centre) for value in values.values()) / centre
-        limits = {key: 1 + max(floors[key], z * spread) for key in values}
-        over = {key: value / centre for key, value in values.items() if value / centre > limits[key]}
-        ratios.append({key: (ratio, limits[key]) for key, ratio in over.items()})
-    return {key: found for key, found in ratios[0].items() if key in ratios[1]}
+        found.append({key: (value / centre, 1 + max(floors[key], z * spread)) for key, value in values.items()})
+    return found
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
@@ -284,6 +301,12 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
             for key in mine[:1] if whole else mine:
                 who = f"all {len(own)} workers" if whole else name(reports[host]["workers"][key[1]])
                 found.append(Outlier(host, who, measure, "fail", named[key]))
+        times = {key: times_of(measure, numbers) for key, numbers in rounds.items()}
+        for (host, index), pair in unclear(times, limits).items():
+            words = _seen(measure, rounds[host, index], *pair, len(rounds), "workers")
+            found.append(
+                Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", f"{words}; {UNCLEAR}")
+            )
     return found
 
 
@@ -337,19 +360,25 @@ def _slow_ends(
         limits = floors(measure, {key: min(waited[ends] for ends in mine) for key, mine in own.items()}, on_cores)
         for key, pair in (slow(best, limits) if len(best) > 2 else {}).items():
             explained.update(own[key])
-            if judged.isdisjoint(own[key]):
-                continue
             fastest = min(own[key], key=lambda ends: times[ends].typical)
             words = _seen(measure, links[fastest][measure], *pair, len(best), "workers")
             who = name(reports[key[0]]["workers"][key[1]])
-            found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on all of its links: {words}"))
+            told = not judged.isdisjoint(own[key])
+            found.append(_slow_link(key[0], who, measure, told, f"{verb} slowly on all of its links: {words}"))
     rest = {ends: link[measure] for ends, link in links.items() if ends not in explained}
     limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
     for ends, words in _slower(measure, rest, limits_of_rest, "links").items():
-        if ends in judged:
-            source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
-            found.append(Outlier(ends[0], f"{source} to {target}", measure, "fail", words))
+        source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
+        found.append(_slow_link(ends[0], f"{source} to {target}", measure, ends in judged, words))
     return found
+
+
+def _slow_link(host: str, who: str, measure: str, told: bool, seen: str) -> Outlier:
+    """Return a finding about a link that took long; without `told` it is unknown whether the link itself is slow."""
+    if told:
+        return Outlier(host, who, measure, "fail", seen)
+    why = "for most of this time one of its workers had no core, so probe again without other processes there"
+    return Outlier(host, who, measure, "unknown", f"{seen}; {why}")
 
 
 @dataclass(frozen=True)
@@ -367,8 +396,8 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
     probes.
 
     The verdict is "fail" if a worker, link or disk is slower than others of its kind, or a worker ended. The verdict is
-    "unknown" if no worker has another worker of its kind, so that no comparison is possible. The verdict is "warn" if a
-    worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
+    "unknown" if a worker has no other worker of its kind, or if it cannot be told whether a worker or link is slow. The
+    verdict is "warn" if a worker waited for its cores or was stopped by a CPU limit. Otherwise the verdict is "ok".
     """
     found = findings(reports)
     order: tuple[Verdict, ...] = ("fail", "unknown", "warn", "ok")
@@ -386,12 +415,14 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
         for item in sorted(found, key=lambda item: item.verdict)
         for mend in [MENDS[item.measure]]
     ]
-    return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary_finding(reports)]
+    if any(item.verdict == "fail" for item in found):
+        return rows
+    return [*rows, _summary_finding(reports, surely=any(item.verdict == "unknown" for item in found))]
 
 
-def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
-    """Return a finding that is ok if every worker was compared with another one, and unknown if a worker had no
-    peer.
+def _summary_finding(reports: Mapping[str, Probe], surely: bool) -> Finding:
+    """Return a finding that is ok if every worker was compared with another one, and unknown if a worker had no peer;
+    with `surely`, other findings are unknown.
     """
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(
@@ -404,7 +435,8 @@ def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
         )
         mend = "probe several workers (--workers) or several hosts together"
         return Finding("probe", "unknown", f"{alone}{notes}", WHY, SOURCE, mend)
-    return Finding("probe", "ok", f"none of the {count} workers is slower than the others{notes}", WHY, SOURCE, "")
+    words = f"none of the {count} workers is {'surely ' * surely}slower than the others"
+    return Finding("probe", "ok", f"{words}{notes}", WHY, SOURCE, "")
 
 
 Measure = Literal["matmul", "memory", "disk"]

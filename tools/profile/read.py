@@ -120,6 +120,11 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
             return Profile(str(folder), "Ascend", alone, steps or max(1, len(lengths)), rank=rank, notes=tuple(notes))
         notes += spread_notes([step.seconds for step in found])
         middle = sorted(found, key=lambda step: step.seconds)[len(found) // 2]
+        if (own := len(middle.kernels)) < (most := max(len(step.kernels) for step in found)):
+            notes.append(
+                f"the examined step has {own:,} kernels, and another step has {most:,}: if {KERNELS} was cut, terms of "
+                "this step lack time, so copy the profile again"
+            )
         return Profile(str(folder), "Ascend", middle, len(found), rank=rank, notes=tuple(notes))
     if (folder / STATISTIC).is_file():
         return _from_sums(folder, steps or max(1, len(lengths)), lengths, rank)
@@ -285,6 +290,7 @@ def _json(path: Path) -> dict[str, Any]:
 TIMES = "cpu_op_execute_timestamp_*.txt"
 SHAPES = "cpu_framework_*.txt"
 QUIET = 25  # percentile of an operator's executions that is taken as its time
+_BEGUN = re.compile(r"_(\d{17})_ascend_ms")  # in the name of a profile's folder: the time of its start
 _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
 
 
@@ -377,7 +383,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
     """Return the profile in a folder or below it. If the folder has profiles of several ranks, return the profile of
-    the lowest rank.
+    the lowest rank; if this rank was profiled several times, return the newest profile, with a note.
 
     Args:
         steps: the number of steps in the profile, if its files do not tell steps apart.
@@ -390,10 +396,14 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
     places = [folder] if _holds_csv(folder) else []
     places += sorted(path for path in folder.rglob(FOLDER) if path.is_dir() and _holds_csv(path))
     if places:
-        return read_ascend(min(places, key=_by_rank), steps)
+        newest, notes = _newest(places)
+        profile = read_ascend(newest, steps)
+        return replace(profile, notes=(*profile.notes, *notes))
     frameworks = sorted({path.parent for path in folder.rglob(TIMES)})
     if frameworks:
-        return read_cpu(min(frameworks, key=_by_rank))
+        newest, notes = _newest(frameworks)
+        profile = read_cpu(newest)
+        return replace(profile, notes=(*profile.notes, *notes))
     raise DataError(
         f"{folder}: the folder holds no profile: neither {FOLDER}/{KERNELS} or {STATISTIC} (Ascend) "
         f"nor FRAMEWORK/{TIMES} (CPU, with data_simplification off)"
@@ -404,6 +414,19 @@ def _holds_csv(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (KERNELS, STATISTIC))
 
 
-def _by_rank(folder: Path) -> tuple[int, str]:
-    found = re.findall(r"rank_(\d+)", str(folder))
-    return int(found[-1]) if found else 0, str(folder)
+def _newest(places: Sequence[Path]) -> tuple[Path, list[str]]:
+    """Return the newest profile of the lowest rank, and a note if there are older ones of this rank."""
+    ranks = {place: _rank_of(place) for place in places}
+    mine = [place for place in places if ranks[place] == min(ranks.values())]
+    newest = max(mine, key=lambda place: ((_BEGUN.findall(str(place)) or [""])[-1], place.stat().st_mtime_ns))
+    if len(mine) == 1:
+        return newest, []
+    words = f"{len(mine)} profiles of rank {ranks[newest]} are in this folder, of which the newest is read"
+    return newest, [f"{words}: {newest}"]
+
+
+def _rank_of(folder: Path) -> int:
+    if (known := _rank(folder)) is not None:
+        return known
+    numbers = [found for path in sorted(folder.glob(TIMES)) if (found := re.search(r"_(\d+)$", path.stem))]
+    return int(numbers[0][1]) if numbers else 0

@@ -48,6 +48,13 @@ def test_a_slow_group_is_named_and_the_others_are_compared_with_the_prediction()
     assert [item.verdict for item in late] == ["warn"] and "11 ms in the fastest group of 7, 4 ms" in late[0].seen
 
 
+def test_groups_that_differ_too_much_among_each_other_are_unknown():
+    """Only the fastest of groups that took 1, 1.5, 2 and 2.5 times as long was judged, and all was ok."""
+    found = judge_collectives([row([[0.01 * factor] * 3 for factor in (1, 1.5, 2, 2.5)])], ["a"], 8, on_cpu=False)
+    assert [(item.verdict, item.device) for item in found] == [("unknown", 4), ("unknown", 6), ("ok", None)]
+    assert "they differ too much among each other" in found[0].seen
+
+
 def test_what_cannot_be_compared_is_unknown():
     found = judge_collectives([row([[0.01]], predicted=None), row([], groups=[])], ["a"], 2, on_cpu=True)
     assert [item.verdict for item in found] == ["unknown", "unknown"]

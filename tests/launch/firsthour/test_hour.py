@@ -16,7 +16,7 @@ from launch.firsthour import hour as hours
 from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import judged
 from launch.firsthour.hour import Hour
-from launch.firsthour.judge import judge_devices, judge_operators
+from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators
 from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
@@ -57,11 +57,21 @@ def answering(monkeypatch, content):
 )
 def test_golden_losses(hour, monkeypatch, golden, without, file, wanted):
     answering(monkeypatch, {"golden": golden, "without_golden_numbers": without, "golden_file": file, "steps": 3,
-                            "passed": not golden})  # fmt: skip
+                            "passed": not golden, "rows": []})  # fmt: skip
     found, evidence = hour.mini(60, {})
     assert verdict(found) == wanted
     assert judged("mini", found, {}).bears == (wanted != "fail")  # checks above may go on without golden numbers
     assert "tests/" not in json.dumps(evidence)
+
+
+@pytest.mark.parametrize("file", ["tests/golden/x.json", None])
+def test_a_training_that_failed_has_no_golden_losses(hour, monkeypatch, file):
+    """It was "ok: 3 steps as in x.json", because no number differs where nothing was trained."""
+    rows = [{"name": "baseline", "status": "fail", "reason": "loss is nan", "tensors": 0, "findings": []}]
+    answering(monkeypatch, {"golden": [], "without_golden_numbers": [], "golden_file": file, "steps": 3,
+                            "passed": False, "rows": rows})  # fmt: skip
+    (found,) = hour.mini(60, {})[0]
+    assert found.verdict == "fail" and "loss is nan" in found.seen
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,49 @@ def test_a_single_worker_and_unknown_memory_are_unknown():
     assert {(item.what, item.verdict) for item in found} == {("memory of devices", "unknown"), ("devices", "unknown")}
 
 
+def test_workers_of_other_kinds_are_not_said_to_be_as_fast_as_their_peers():
+    """Two devices of other kinds, one of them 100 times slower, were "2 workers, none slower than its peers"."""
+    other = probe([0.01])
+    other["workers"][0]["kind"] = "y"
+    rows = [["a", 0, GIB], ["b", 0, GIB]]
+    links = [{"source": ["a", 0], "target": ["b", 0], "gbytes": [1.0]}]
+    (found,) = judge_devices({"probes": {"a": probe([1.0]), "b": other}, "memory": rows, "links": links})
+    assert found.verdict == "unknown" and found.seen.startswith("2 of 2 cannot be compared")
+    found = judge_devices({"probes": {"a": probe([1.0, 1.0]), "b": other}, "memory": rows, "links": links})
+    assert [(item.verdict, item.seen[:9]) for item in found] == [("unknown", "1 of 3 ca"), ("ok", "2 workers")]
+
+
+def test_links_between_nodes_that_nobody_measured_are_unknown():
+    """The check asks for slow links, and said nothing of those between nodes."""
+    evidence = {"probes": {"a": probe([1.0]), "b": probe([1.0])}, "memory": [["a", 0, GIB], ["b", 0, GIB]]}
+    found = judge_devices({**evidence, "links": []})
+    assert [(item.verdict, item.what) for item in found] == [("unknown", "links between nodes"), ("ok", "devices")]
+    links = [{"source": ["a", 0], "target": ["b", 0], "gbytes": [1.0]}]
+    assert [item.verdict for item in judge_devices({**evidence, "links": links})] == ["ok"]
+    apart = [{"source": ["a", at], "target": ["b", at], "gbytes": [rate]} for at, rate in enumerate((10, 7, 5, 4))]
+    found = judge_devices({**evidence, "links": apart})
+    assert [(item.verdict, item.device) for item in found] == [("unknown", 2), ("unknown", 3), ("ok", None)]
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_hosts_of_which_nothing_is_known_are_not_judged(versions):
+    """They were "31 checks have one verdict on 2 nodes", also where only one node had given a report."""
+
+    def found(*words, silent=0):
+        checks = [Checked(name, word, "", "", "", "") for word in words for name in ("swap", "clock")]
+        facts = {"tc3": tool_version(), "driver": None if "unknown" in words else "25.5.2"}
+        told = [Answer(Report(checks, facts), Skew(0.0, 0.001)) for _ in range(2 - silent)]
+        answers = dict(zip("ab", [*told, *[Answer(Trouble("ssh", "no route", ""))] * silent], strict=True))
+        return judge_hosts(hosts_evidence(answers), ["a", "b"], versions)
+
+    assert not judged("hosts", found("unknown"), {}).told
+    (sound,) = found("ok")
+    assert sound.verdict == "ok" and sound.seen.startswith(
+        f"{1 + versions} checks and facts are known and the same on 2"
+    )
+    assert {item.verdict for item in found("ok", silent=1)} == ({"unknown"} if versions else {"fail", "unknown"})
+
+
 def test_a_resume_without_any_loss_is_unknown():
     (found,) = judge_resume({}, {}, 5, 4)
     assert found.verdict == "unknown"
@@ -226,6 +279,20 @@ def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_o
     ]
     named = [item for item in judge_operators(rows) if "error 0.3" in item.seen]
     assert [(item.verdict, item.where, item.device) for item in named] == [("warn", "a", 2)]
+
+
+def test_operators_that_were_not_computed_are_not_within_the_tolerance():
+    """Operators without a kernel, and a device of which nothing is known, were "all within the tolerance"."""
+    passed, none = ["pass", 0.1, ""], ["not runnable", 0.0, "no kernel"]
+
+    def judged_of(*results):
+        rows = [{"host": "a", "device": at, "results": each, "shipped": None} for at, each in enumerate(results)]
+        return [(item.verdict, item.device) for item in judge_operators(rows)]
+
+    assert judged_of({}) == [("unknown", None)]
+    assert judged_of({"exp float16 (2,) forward 0": none}) == [("warn", None), ("unknown", None)]
+    one, two = {"exp float16 (2,) forward 0": passed}, {"exp float16 (2,) forward 0": none}
+    assert judged_of(one, one, two, {}) == [("unknown", 2), ("unknown", 3), ("ok", None)]
 
 
 def test_gates_of_the_stage_and_of_the_fit():
@@ -290,6 +357,13 @@ def test_modes_and_fused_operators_are_those_of_the_recipe():
     assert [one.value for one in plain if one.path[-1] == "apply_rope_fusion"] == [False, True]
     assert of(PLAIN, on_cpu=True) == []
     assert of(ROOT / "recipes" / "mini" / "pretrain.yaml", on_cpu=True) == []
+
+
+def test_an_own_value_that_did_not_train_does_not_stay(tmp_path):
+    """It was "ok: the own value stays" where only the other values trained."""
+    modes = of(OVERLAP, on_cpu=True)
+    (found,) = judge_variants(modes, {one.name: None if one.own else 1.0 for one in modes}, tmp_path / "overlay.yaml")
+    assert found.verdict == "unknown" and "the recipe's own value was not measured" in found.seen
 
 
 @pytest.mark.parametrize(

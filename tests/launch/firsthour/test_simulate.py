@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.firsthour.calibrate import fit_memory, memory_row
+from launch.firsthour.calibrate import fit_memory, judge_fit, memory_row
 from launch.firsthour.checks import judged, run_checks, verdict
 from launch.firsthour.simulate import DEFECTS, Cluster, Play, read_cluster
 from launch.firsthour.trainings import rank_counts
@@ -170,6 +170,19 @@ def test_memory_that_the_runs_do_not_tell_apart_is_not_fitted():
     row = {"static": 1e9, "activations": 2e9, "buffers": 1e8, "peak": 4e9}
     assert fit_memory([row] * 5) is None
     assert fit_memory([row, {**row, "activations": 3e9, "peak": 5e9}]) is None
+
+
+def test_as_many_peaks_as_terms_tell_nothing_and_a_negative_term_is_none():
+    """Any three peaks were "fitted within 0.00%", also with activations of -0.5 times what is modelled."""
+    rows = [
+        {"static": 10.0 * GIB, "activations": some * GIB, "buffers": more * GIB, "peak": peak * GIB}
+        for some, more, peak in ((20, 5, 30), (10, 6, 40), (40, 5, 20), (30, 7, 45))
+    ]
+    assert fit_memory(rows[:3]) is None and fit_memory([]) is None
+    rows[3]["peak"] = (10 - 0.5 * 30 + 5 * 7 + 5) * GIB
+    memory = fit_memory(rows)
+    assert memory.error < 1e-9 and memory.activations < 0
+    assert [item.verdict for item in judge_fit(1.0, {"a": 1.0}, ["a"], memory, "")] == ["ok", "warn"]
 
 
 PORT = {"what": "slow port", "node": "node001", "device": 1, "factor": 0.5}

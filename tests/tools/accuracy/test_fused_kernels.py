@@ -4,6 +4,7 @@ number after number in Python's own float; and the command."""
 import gzip
 import json
 import math
+from collections import Counter
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from tools.accuracy.fused_kernels import (
     EXACT,
     FUSED,
     UNFUSED,
+    Found,
     Kernel,
     Report,
     Row,
@@ -29,6 +31,7 @@ from tools.accuracy.fused_kernels import (
     inputs_of,
     of_nodes,
     predicted,
+    replayed,
     run,
     shrunk,
     verdict,
@@ -271,6 +274,15 @@ def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
     assert (done.exit_code, report["passed"], report["unknown"]) == (2, None, 1)
     assert [row["passed"] for row in report["rows"]] == [True]
     assert "unknown of 1 kernels; the others are within tolerance" in run_command(file).stdout
+
+
+def test_a_kernel_whose_results_are_all_nan_is_unknown():
+    """NaN is equal to NaN, so that nothing was compared and all was within tolerance."""
+    kind = TensorType("Float32", (4, 8))
+    steps = Step("Neg", kind, (("input", 0),)), Step("Sqrt", kind, (("step", 0),))
+    kernel = Kernel((kind,), steps, (1,))
+    report = replayed(Found({kernel.key: kernel}, Counter({kernel.key: 5})), 0)
+    assert report.passed is None and report.unknown == 5 and not report.rows
 
 
 def test_a_graph_without_a_fused_kernel_is_unknown(tmp_path):

@@ -286,6 +286,28 @@ def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     assert found.verdict == "unknown" and "check again during a run" in found.seen
 
 
+def test_the_clock_of_an_npu_that_tells_none_is_unknown(tmp_path, large):
+    """Seven NPUs that told nothing were ok beside one at its rated clock."""
+    files = {SMI: NEW, COMMON: CLOCKS.format(1800), **davinci(8)}
+    found = CHECKS["npu_clock"].look(Patient(write(tmp_path, files), large))
+    assert found.verdict == "unknown" and found.seen.startswith("only 1 of 8 NPUs tell")
+    assert CHECKS["npu_clock"].look(Patient(write(tmp_path, {COMMON: CLOCKS.format(800)}), large)).verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {DRIVER: output("driver_24.1.rc3")},
+        {FIRMWARE: "Version=7.3.0.1.231\n"},
+        {DRIVER: "Version=25.5.2\ncompatible_version_fw=7.5.0+\n", FIRMWARE: "Version=1.3.0.1.231\n"},
+    ],
+)
+def test_a_firmware_that_was_not_compared_with_the_driver_is_unknown(tmp_path, large, files):
+    """A host without a readable firmware version, or with ranges of another form, was ok."""
+    found = CHECKS["ascend_software"].look(Patient(write(tmp_path, {**ASCEND, **files}), large))
+    assert found.verdict == "unknown" and "cannot be told" in found.seen
+
+
 def test_a_port_in_use_is_fatal_where_npus_are_wanted(tmp_path, large):
     root = write(tmp_path, {"proc/net/tcp": tcp(8118)})
     assert CHECKS["free_ports"].look(Patient(root, large)).verdict == "warn", (

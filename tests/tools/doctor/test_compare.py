@@ -218,6 +218,15 @@ def test_a_host_all_of_whose_workers_are_slow():
     assert found == [("probe matmul", "fail", ["node5"])]
 
 
+def test_a_link_that_is_unknown_beside_a_slow_worker_is_that_of_its_host():
+    probes = probed_hosts(3)
+    scale(probes["node1"]["workers"][0]["matmul"], 0.3)
+    probes["node2"]["links"][0]["waited"] = [0.6] * 7
+    scale(probes["node2"]["links"][0]["bandwidth"], 0.01)
+    found = probed_outliers(reports(probes))
+    assert found == [("probe matmul", "fail", ["node1"]), ("probe bandwidth", "unknown", ["node2"])]
+
+
 def test_a_host_that_was_not_probed():
     found = probed_outliers({**reports(probed_hosts(3)), "node9": report()})
     assert found == [("probe", "unknown", ["node9"])]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tools.doctor.reports import probe, scale
-from tools.doctor.outliers import FLOORS, Times, floors, gate, outliers, slow
+from tools.doctor.outliers import FLOORS, Times, findings, floors, gate, outliers, slow
 
 
 def named(*reports):
@@ -177,13 +177,33 @@ def test_a_link_that_is_broken_is_named():
 
 
 @pytest.mark.parametrize(
-    ("factor", "waited", "named_links"), [(0.4, 0.0, 1), (0.4, 0.4, 0), (0.01, 0.4, 1), (0.01, 0.6, 0)]
+    ("factor", "waited", "word"), [(0.4, 0.0, "fail"), (0.4, 0.4, "ok"), (0.01, 0.4, "fail"), (0.01, 0.6, "unknown")]
 )
-def test_a_link_whose_ends_waited_for_their_cores_is_judged_by_more_or_not_at_all(factor, waited, named_links):
+def test_a_link_whose_ends_waited_for_their_cores_is_judged_by_more_or_not_at_all(factor, waited, word):
+    """A link that took 100 times as long was ok where its workers had no core for 60 % of the time."""
     report = {**probe(2), "device": "Ascend"}
     scale(report["links"][1]["bandwidth"], factor)
     report["links"][1]["waited"] = [waited] * 7
-    assert len(named(report)) == named_links
+    assert gate({"a": report}).verdict == word and len(named(report)) == (word != "ok")
+
+
+def test_workers_that_differ_too_much_among_each_other_are_unknown():
+    """Of workers at 100, 67, 50 and 40 GFLOP/s none was slower than the others."""
+    report = {**probe(4), "device": "Ascend"}
+    for worker, factor in zip(report["workers"], (1.0, 0.67, 0.5, 0.4), strict=True):
+        scale(worker["matmul"], factor)
+    verdict = gate({"a": report})
+    assert verdict.verdict == "unknown" and len(verdict.reasons) == 2
+    assert all("they differ too much among each other" in reason for reason in verdict.reasons)
+    assert findings({"a": report})[-1].seen.startswith("none of the 4 workers is surely slower")
+
+
+def test_a_worker_whose_links_all_waited_for_cores_is_not_said_to_send_slowly():
+    report = {**probe(4), "device": "Ascend"}
+    for link in [link for link in report["links"] if link["source"] == 1]:
+        scale(link["bandwidth"], 0.01)
+        link["waited"] = [0.6] * 7
+    assert {(one.who, one.verdict) for one in outliers({"": report})} == {("worker 1", "unknown")}
 
 
 def test_the_gate():

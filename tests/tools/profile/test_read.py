@@ -41,6 +41,30 @@ def test_steps_are_told_apart_and_ranks_found(trace):
     assert any(kernel.inputs for kernel in profile.step.kernels)
 
 
+def test_a_step_whose_last_kernels_were_cut_is_told(trace, tmp_path):
+    """The optimizer and the communication of gradients took no time, and no note said why."""
+    assert not any("was cut" in note for note in read_profile(trace[0]).notes)
+    shutil.copytree(trace[0], tmp_path / "p")
+    (file,) = (tmp_path / "p").rglob("kernel_details.csv")
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-2]))
+    found = study(tmp_path / "p", trace[1])
+    assert found.measured.terms["optimizer"] == 0
+    assert [note for note in found.profile.notes if "kernel_details.csv was cut" in note]
+
+
+def test_the_newest_of_several_profiles_of_a_rank_is_read(trace, tmp_path):
+    """The folder whose name comes first was read, such as one of a run with another recipe."""
+    names = ["node0_1234_20261101083000123_ascend_ms", "node0_77_20261130083000123_ascend_ms"]
+    (whole,) = trace[0].rglob("host_1_ascend_ms")
+    for name in reversed(names):
+        shutil.copytree(whole, tmp_path / "rank_32" / name)
+    shutil.copytree(whole, tmp_path / "rank_40" / "node0_99_20261130093000123_ascend_ms")
+    profile = read_profile(tmp_path)
+    assert names[1] in profile.source and profile.rank == 32
+    assert any(note.startswith("2 profiles of rank 32 are in this folder") for note in profile.notes)
+    assert not read_profile(tmp_path / "rank_40").notes
+
+
 def test_groups_of_no_ranks_tell_nothing(trace, tmp_path):
     shutil.copytree(trace[0], tmp_path / "p")
     (file,) = (tmp_path / "p").rglob("profiler_metadata.json")

@@ -253,8 +253,9 @@ class Report:
                 f"{weak} tensors without values judged by max, min, mean and norm only: values that changed places or "
                 "cancel are not seen"
             )
-        if unseen := [row.name for row in self.rows if row.by == NOTHING]:
-            found.append(f"{len(unseen)} tensors have neither values nor statistics, so they are unknown: {unseen[0]}")
+        if unseen := [row.name for row in self.rows if row.by == NOTHING and not row.kind]:
+            words = "tensors have neither values nor statistics that say enough of them, so they are unknown"
+            found.append(f"{len(unseen)} {words}: {unseen[0]}")
         found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:

@@ -43,7 +43,7 @@ VALUE, SCALED, UPDATE, SHAPE, DTYPE = "value", "scaled", "update", "shape", "dty
 NAN, INF, MISSING, EXTRA = "nan", "inf", "missing", "extra"
 NARROW = ("float16", "bfloat16")
 FLOATS = ("float64", "float32", *NARROW)
-NOTHING = "nothing"  # the dumps say only the shape and the data type of a tensor
+NOTHING = "nothing"  # the dumps say too little of a tensor to judge it
 _BITS = re.compile(r"b?(float|int|uint)(\d+)$")  # the kind and the bits of a type
 
 
@@ -302,7 +302,7 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
         scale = scaled(found.sums, golden.file, bench.file, dtype)
     else:
-        told = any(each is not None for each in golden.statistics + bench.statistics) or not math.prod(golden.shape)
+        told = _is_told(golden) or _is_told(bench) or not math.prod(golden.shape)
         found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics" if told else NOTHING
         scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
     kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
@@ -323,6 +323,14 @@ def _is_wider(one: str, other: str) -> bool:
     sides = [_BITS.match(name) for name in (one, other)]
     kinds, bits = ([side[place] for side in sides if side] for place in (1, 2))
     return len(bits) == 2 and kinds[0] == kinds[1] and int(bits[0]) > int(bits[1])
+
+
+def _is_told(item: Item) -> bool:
+    """Return whether the statistics of a tensor say something of all its values. The mean and norm of values with an
+    infinity do not, nor do max and min of a boolean mask with both values.
+    """
+    known = [each for each in item.statistics if each is not None]
+    return bool(known) and known != [True, False] and not (isinstance(known[-1], float) and math.isinf(known[-1]))
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:

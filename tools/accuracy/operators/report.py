@@ -39,6 +39,7 @@ LEGEND = (
     "percent: the largest share of its tolerance (report, Table 2) that any tensor used; exact: bit-identical; "
     "FAIL special: wrong for infinities, NaN or denormals only"
 )
+WORDS = {True: "passed", False: "failures found", None: "unknown"}
 CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 
@@ -63,9 +64,11 @@ class Report:
         return [row for row in self.rows if row.status == status]
 
     @property
-    def passed(self) -> bool:
-        """Return whether no check of an operator failed."""
-        return not self.with_status(FAIL)
+    def passed(self) -> bool | None:
+        """Return whether no check of an operator failed; None if no operator could run here, so that it is unknown."""
+        if self.with_status(FAIL):
+            return False
+        return True if self.with_status(PASS) else None
 
     def counted(self) -> dict[str, int]:
         """Return for each status the number of combinations of operator and data type that have it."""
@@ -78,7 +81,8 @@ class Report:
         names = len({row.op for row in self.rows})
         text = f"{names} operator{'s' * (names != 1)} on {self.device}; by data type: {counts[PASS]} pass, "
         text += f"{counts[FAIL]} fail, {counts[NOT_RUNNABLE]} not runnable here"
-        return text + (f"; of {partly} only the forward runs" if partly else "")
+        text += f"; of {partly} only the forward runs" if partly else ""
+        return text + ("; nothing was computed, so the result is unknown" if self.passed is None else "")
 
     def as_json(self) -> dict[str, Any]:
         """Return the results of all checks as values fit for JSON; an infinite error is the string "inf"."""
@@ -178,7 +182,7 @@ def html(report: Report) -> str:
         lines.append([op, *marks, Cell(SPECS[op].source, "note")])
     missing = not_runnable_lines(report.with_status(NOT_RUNNABLE))
     body = [
-        markup.text(f"Operator accuracy: {'passed' if report.passed else 'failures found'}", "h1"),
+        markup.text(f"Operator accuracy: {WORDS[report.passed]}", "h1"),
         markup.text(f"{report.summary()}. Seed {report.seed}, {report.reruns} runs each."),
         markup.text(f"{LEGEND}; -: not runnable here, see below.", kind="note"),
         markup.table(["operator", *(SHORT[dtype] for dtype in dtypes), "source"], lines),

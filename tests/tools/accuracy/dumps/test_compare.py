@@ -211,6 +211,16 @@ def test_tensors_of_which_a_dump_says_nothing_are_unknown(tmp_path):
     assert any("tensors have neither values nor statistics" in note for note in report.notes())
 
 
+@pytest.mark.parametrize("function", [lambda x: np.where(x > 0, x, np.float32("-inf")), lambda x: x > 0])
+def test_statistics_that_an_infinity_or_a_mask_hides_are_unknown(tmp_path, function):
+    """Scores masked by -inf and boolean masks had the same statistics, whatever their values, and were identical."""
+    where = (0, "Cell.layers.0.linear.Dense.forward.0", "output", 0)
+    golden = changed(run(), where, function)
+    other = changed(golden, where, lambda x: np.roll(x, 1, 0) if x.dtype == bool else np.where(x < x.max(), x / 2, x))
+    report = compared(tmp_path, golden, other, task="statistics")
+    assert not report.findings and any("so they are unknown: Cell.layers.0.linear" in note for note in report.notes())
+
+
 def test_tensors_without_values_are_judged_by_statistics_and_it_is_said(tmp_path):
     for name in "ab":
         without(write_dump(tmp_path / name, run(1)), "data_name")
