@@ -14,15 +14,19 @@ import numpy as np
 
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
+from plugins.held_out_loss.plan import paths_of
 from tools.checkpoint.stored import refuse_moved
-from tools.data.index import IndexReader, map_lengths, read_blend, training_share
+from tools.data.index import IndexReader, empty_part, map_lengths, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
-from tools.recipe.view import LOADER, PARALLEL, View
+from tools.recipe.load import KeyPath, look
+from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
-_PATH = (*_CONFIG, "data_path")
+_PATH, _SPLIT, _ALL = (*_CONFIG, "data_path"), (*_CONFIG, "split"), "1, 0, 0"
+_HELD_OUT, _VOCABULARY = ("plugins", "held_out_loss"), (*MODEL, "vocab_size")
+_BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_compressed_eod_mask")
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "model_config", "checkpoint_name_or_path"))
 
@@ -48,16 +52,52 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         if "://" not in name and not any(letter in name for letter in "*?[") and not Path(name).is_file():
             missing((*LOADER, "data_files"), f"there is no file {name} on this machine")
     if view.megatron:
-        split = view.get((*_CONFIG, "split"))
-        try:
-            training_share(split if isinstance(split, str) else "1")
-        except DataError as error:
-            found.error((*_CONFIG, "split"), f"{split!r}: {error}")
-        corpora = _corpora(view.get(_PATH), found)
-        for prefix, share in corpora:
-            _dataset(prefix, share, view, built, found, missing)
-        if corpora and not any(share for _, share in corpora):
-            _one_pass([prefix for prefix, _ in corpora], view, built, found)
+        _megatron(view, built, found, missing)
+
+
+def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
+    """Check the corpora of Megatron's loader, and those of `plugins.held_out_loss` that are on this machine."""
+    _sources(view, found)
+    split = view.get(_SPLIT)
+    split = split if isinstance(split, str) else _ALL
+    try:
+        training_share(split)
+    except DataError as error:
+        found.error(_SPLIT, f"{split!r}: {error}")
+        split = _ALL
+    corpora = _corpora(view.get(_PATH), found)
+    for prefix, share in corpora:
+        if index := _opened(prefix, _PATH, found, missing):
+            _dataset(index, prefix, share, view, built, found)
+            if part := empty_part(split, len(index)):
+                wrong = (
+                    f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
+                    "the tokens of such a part without end"
+                )
+                found.error(_SPLIT, wrong, f"write {_ALL!r}")
+    if corpora and not any(share for _, share in corpora):
+        _one_pass([prefix for prefix, _ in corpora], view, built, found)
+    for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
+        there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
+        if index := _opened(prefix, (*_HELD_OUT, "data_path"), found, missing) if there else None:
+            _contents(index, prefix, view, built, found)
+
+
+def _sources(view: View, found: Findings) -> None:
+    """Check the keys that name corpora: MindFormers divides those of `data_path` by `split`, or reads other corpora for
+    each part.
+    """
+    parts = [(*_CONFIG, f"{part}_data_path") for part in ("train", "valid", "test")]
+    written = [path for path in parts if view.get(path)]
+    if written and (view.get(_PATH) is not None or view.get(_SPLIT) is not None):
+        found.error(written[0], "MindFormers refuses this key beside data_path or split", "leave this key out")
+    elif parts[0] in written:
+        wrong = "tc3 neither checks these corpora nor compares them before a resume"
+        found.warning(parts[0], wrong, "write data_path and split instead")
+    elif view.get(_PATH) is None:
+        found.error(_PATH, "the recipe names no corpus to train on", "write ['1', PREFIX]")
+    elif view.get(_SPLIT) is None:
+        found.error(_SPLIT, "the key is missing, and MindFormers needs it beside data_path", f"write {_ALL!r}")
 
 
 def _speed_up(view: View, found: Findings) -> None:
@@ -108,26 +148,29 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _dataset(prefix: str, share: float, view: View, built: Built, found: Findings, missing: Any) -> None:
-    """Check one .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
+def _opened(prefix: str, path: KeyPath, found: Findings, missing: Any) -> IndexReader | None:
+    """Return the index of a corpus that the key `path` names; None if there is a finding that it cannot be read."""
     absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
     if absent:
         missing(
-            _PATH,
+            path,
             f"{' and '.join(absent)} not found on this machine",
             f"`tc3 data prepare --input TEXT --output {prefix}` writes them",
         )
-        return
+        return None
     try:
-        index = IndexReader(prefix)
+        return IndexReader(prefix)
     except DataError as error:
-        found.error(_PATH, str(error), f"`tc3 data verify {prefix}` says more")
-        return
-    seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
+        found.error(path, str(error), f"`tc3 data verify {prefix}` says more")
+        return None
+
+
+def _dataset(index: IndexReader, prefix: str, share: float, view: View, built: Built, found: Findings) -> None:
+    """Check a corpus that is trained on against vocabulary, sequence length and the recipe's number of samples."""
+    seq = built.number("seq_length", 1)
     if index.tokens <= seq:
         found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
-    _sidecar(prefix, vocabulary, view, found)
-    _documents(index, seq, view, found)
+    _contents(index, prefix, view, built, found)
     sizes = view.get((*LOADER, "sizes"))
     wanted = share * sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
     if wanted > 8 * index.tokens > 0:
@@ -157,19 +200,41 @@ def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) ->
         )
 
 
-def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
-    """Check what `tc3 data prepare` wrote beside the pair: vocabulary and end-of-document id."""
+def _contents(index: IndexReader, prefix: str, view: View, built: Built, found: Findings) -> None:
+    """Check the tokens of a corpus against the vocabulary and the end-of-document id: by what `tc3 data prepare` wrote
+    beside the pair or, for a corpus of another program, by a part of the tokens. Check also the documents of a sample.
+    """
+    vocabulary, eod = built.number("vocab_size"), view.get((*_CONFIG, "eod"))
     try:
         notes = read_sidecar(prefix)
+        size, end = notes.get("vocab_size"), notes.get("eod_id")
+        if isinstance(size, int) and size > vocabulary:
+            wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
+            found.error(_VOCABULARY, wrong, f"write at least {size:,}")
+        if isinstance(end, int) and isinstance(eod, int) and eod != end:
+            wrong = f"is {eod}, but {prefix} ends its documents with id {end}"
+            found.error((*_CONFIG, "eod"), wrong, f"write {end}", rule="eod_count")
     except DataError:
-        return  # not made by our tool: nothing is known of its tokenizer
-    size, eod, written = notes.get("vocab_size"), notes.get("eod_id"), view.get((*_CONFIG, "eod"))
-    if isinstance(size, int) and size > vocabulary:
-        wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
-        found.error(("model", "model_config", "vocab_size"), wrong, f"write at least {size:,}")
-    if isinstance(eod, int) and isinstance(written, int) and eod != written:
-        wrong = f"is {written}, but {prefix} ends its documents with id {eod}"
-        found.error((*_CONFIG, "eod"), wrong, f"write {eod}", rule="eod_count")
+        _tokens(index, prefix, vocabulary, view, found)
+    _documents(index, built.number("seq_length", 1), view, found)
+
+
+def _tokens(index: IndexReader, prefix: str, vocabulary: int, view: View, found: Findings) -> None:
+    """Check some tokens of a corpus, and the last tokens of some documents, because nothing is known of its
+    tokenizer.
+    """
+    pad, eod = (view.get((*_CONFIG, key), -1) for key in ("pad", "eod"))
+    some = index.some()
+    if outside := some[((some < 0) | (some >= vocabulary)) & (some != pad)].tolist():
+        wrong = f"{prefix} holds the token id {max(outside)}, but the model's vocabulary has {vocabulary:,} ids"
+        found.error(_VOCABULARY, wrong, f"write at least {max(outside) + 1:,}, or prepare the corpus again")
+    last = index.last()
+    if any(view.flag((*_CONFIG, key)) for key in _BY_EOD) and (other := last[last != eod].tolist()):
+        wrong = (
+            f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
+        )
+        tell = found.error if len(other) == len(last) else found.warning
+        tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:

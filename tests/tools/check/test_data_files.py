@@ -1,6 +1,7 @@
 """Files that a recipe names, and the dataset's index against the model."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tools.accuracy.collectives import sharded_recipe
 from tools.accuracy.equivalence.strategies import one_worker
 from tools.check.check import check_recipe, require_sound
 from tools.data.index import IndexWriter
-from tools.recipe.load import load_recipe
+from tools.recipe.load import dotted, load_recipe
 
 MINI_FILE, MINI_TP2 = (ROOT / "recipes" / "mini" / name for name in ("pretrain.yaml", "pretrain_tp2.yaml"))
 MINI = plain(MINI_FILE)
@@ -86,6 +87,72 @@ def test_a_split_that_leaves_nothing_to_train(prefix, split, trains):
     """MindFormers trains on the first part, and makes no dataset of a part of zero."""
     found = wrong(put(on(prefix), (*LOADER, "config", "split"), split))
     assert ("train_dataset.data_loader.config.split" not in found) == trains
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "part"),
+    [
+        ("1, 1, 1", 1, "training"),
+        ("0.001, 0.999, 0", 40, "training"),
+        ("999, 1, 0", 40, "validation"),
+        ("969, 30, 1", 40, "test"),
+        ("969, 30, 1", 1000, None),
+        ("0.5, 0.5", 2, None),
+    ],
+)
+def test_a_part_of_the_split_without_a_document(tmp_path, split, documents, part):
+    """MindFormers adds up passes over the tokens of such a part, which are none, until there is one."""
+    key = "train_dataset.data_loader.config.split"
+    found = wrong(put(on(write(tmp_path / "data", [400] * documents)), (*LOADER, "config", "split"), split))
+    assert (f"the {part} part gets none of the {documents} documents" in found[key].wrong) if part else key not in found
+
+
+def test_keys_that_name_no_corpus_or_one_twice(prefix):
+    config = (*LOADER, "config")
+
+    def severities(**changes):
+        recipe = on(prefix)
+        for key, value in changes.items():
+            recipe = put(recipe, (*config, key), value)
+        return {key.removeprefix(f"{dotted(config)}."): each.severity for key, each in wrong(recipe).items()}
+
+    assert severities(data_path=None) == {"data_path": "error"}
+    assert severities(split=None) == {"split": "error"}
+    assert severities(train_data_path=["1", prefix]) == {"train_data_path": "error"}
+    assert severities(train_data_path=["1", prefix], data_path=None) == {"train_data_path": "error"}
+    assert severities(train_data_path=["1", prefix], data_path=None, split=None) == {"train_data_path": "warning"}
+    assert severities(valid_data_path=["1", prefix], data_path=None, split=None) == {"data_path": "error"}
+
+
+def test_the_tokens_of_a_corpus_of_another_program(prefix):
+    """Nothing beside the pair says which tokenizer made it."""
+    Path(f"{prefix}.json").unlink()
+    assert wrong(on(prefix)) == {}, "documents may end without an id that nothing reads"
+    key, masks = "train_dataset.data_loader.config.eod", (*LOADER, "config", "reset_position_ids")
+    found = wrong(put(on(prefix), masks, True))[key]
+    assert found.severity == "error" and "16 of 16 documents" in found.wrong and "such as 1" in found.wrong
+    tokens = np.ones(400 * 40, np.uint16)
+    tokens[np.arange(2, 41) * 400 - 1] = 0
+    tokens.tofile(f"{prefix}.bin")
+    assert wrong(put(on(prefix), masks, True))[key].severity == "warning", "one of them does not"
+    tokens[[399, 7777]] = 0, 2048
+    tokens.tofile(f"{prefix}.bin")
+    found = wrong(put(on(prefix), masks, True))
+    assert found.keys() == {"model.model_config.vocab_size"}
+    assert "holds the token id 2048" in found["model.model_config.vocab_size"].wrong
+    assert wrong(put(on(prefix), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces this id"
+
+
+def test_held_out_data_is_checked_as_training_data_is(tmp_path, prefix):
+    other = write(tmp_path / "other", [400] * 40, vocabulary=5000, eod=3)
+    held_out = {"data_path": [prefix, other], "every": 10}
+    found = wrong(put(on(prefix), ("plugins",), {"held_out_loss": held_out}))
+    assert found.keys() == {"model.model_config.vocab_size", "train_dataset.data_loader.config.eod"}
+    with open(other + ".bin", "ab") as stream:
+        stream.write(b"xx")
+    assert wrong(put(on(prefix), ("plugins",), {"held_out_loss": held_out})).keys() == {
+        "plugins.held_out_loss.data_path"
+    }
 
 
 def test_a_vocabulary_larger_than_the_models(tmp_path):
