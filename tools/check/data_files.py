@@ -15,6 +15,7 @@ import numpy as np
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
 from plugins.held_out_loss.plan import paths_of
+from tools.check.conflicts import NOT_AGAIN
 from tools.checkpoint.stored import refuse_moved
 from tools.data.index import IndexReader, empty_part, map_lengths, read_blend, training_share
 from tools.data.outputs import read_sidecar
@@ -204,7 +205,9 @@ def _contents(index: IndexReader, prefix: str, view: View, built: Built, found: 
     """Check the tokens of a corpus against the vocabulary and the end-of-document id: by what `tc3 data prepare` wrote
     beside the pair or, for a corpus of another program, by a part of the tokens. Check also the documents of a sample.
     """
-    vocabulary, eod = built.number("vocab_size"), view.get((*_CONFIG, "eod"))
+    vocabulary, eod, pad = built.number("vocab_size"), view.get((*_CONFIG, "eod")), view.get((*_CONFIG, "pad"))
+    if type(pad) is int and pad >= 0 and pad != eod and view.masks_once and (index.some() == pad).any():
+        found.error((*_CONFIG, "pad"), f"{prefix} holds the token id {pad}; {NOT_AGAIN}", "write -1", rule="padding")
     try:
         notes = read_sidecar(prefix)
         size, end = notes.get("vocab_size"), notes.get("eod_id")

@@ -1,11 +1,15 @@
 """Files that a recipe names, and the dataset's index against the model."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from mindformers.dataset.blended_datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from mindformers.dataset.blended_datasets.gpt_dataset import GPTDataset
+from mindformers.dataset.dataloader.blended_megatron_dataloader import MegatronDatasetBuilder
 
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, put
@@ -140,7 +144,64 @@ def test_the_tokens_of_a_corpus_of_another_program(prefix):
     found = wrong(put(on(prefix), masks, True))
     assert found.keys() == {"model.model_config.vocab_size"}
     assert "holds the token id 2048" in found["model.model_config.vocab_size"].wrong
-    assert wrong(put(on(prefix), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces this id"
+    assert wrong(put(put(on(prefix), masks, True), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces it"
+
+
+def served(recipe):
+    """The samples of MindFormers' own data set of a recipe."""
+    config = {**recipe["train_dataset"]["data_loader"]["config"], "path_to_cache": None, "split": "1, 0, 0"}
+    config = MegatronDatasetBuilder("GPTDataset", config).init_gpt_dataset_config()
+    return BlendedMegatronDatasetBuilder(GPTDataset, [80, 0, 0], lambda: True, config).build()[0]
+
+
+def test_a_padding_id_that_the_text_has(prefix):
+    """MindFormers changes the loss mask that it keeps for all samples, if it keeps one."""
+    tokens = np.ones(400 * 40, np.uint16)
+    tokens[::400] = 5
+    tokens.tofile(f"{prefix}.bin")
+    config, key = (*LOADER, "config"), "train_dataset.data_loader.config.pad"
+    padded = put(on(prefix), (*config, "pad"), 5)
+    samples = served(padded)
+    counted = [int(samples[number][2].sum()) for number in range(80)]
+    assert counted == sorted(counted, reverse=True) and counted[-1] < counted[0]
+    assert "the loss of all later samples" in wrong(padded)[key].wrong
+    for right in (put(padded, (*config, "eod_mask_loss"), True), put(padded, (*config, "pad"), 6)):
+        assert key not in wrong(right)
+        samples = served(right)
+        places = [np.flatnonzero(samples[number][2] == 0) for number in range(80)]
+        assert max(map(len, places)) <= 1, "of its own text only"
+
+
+@pytest.mark.parametrize(
+    ("pad", "eod", "changes", "severity"),
+    [
+        (-1, -1, {}, None),
+        (0, 7, {}, None),
+        (7, 7, {}, "error"),
+        (7, 7, {"reset_position_ids": True}, "error"),  # the end of a document becomes token 0
+        (0, 0, {}, "error"),  # the loss mask that all samples share
+        (0, 0, {"eod_mask_loss": True}, "warning"),
+    ],
+)
+def test_a_padding_id_that_ends_documents(pad, eod, changes, severity):
+    recipe = MINI
+    for key, value in {"pad": pad, "eod": eod, **changes}.items():
+        recipe = put(recipe, (*LOADER, "config", key), value)
+    finding = wrong(recipe).get("train_dataset.data_loader.config.pad")
+    assert (finding.severity if finding else None) == severity
+
+
+@pytest.mark.parametrize("reset", [None, "reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_a_compressed_mask_that_is_made_once(prefix, reset):
+    recipe, key = on(prefix), "train_dataset.data_loader.config.create_compressed_eod_mask"
+    for name in ("create_compressed_eod_mask", reset) if reset else ("create_compressed_eod_mask",):
+        recipe = put(recipe, (*LOADER, "config", name), True)
+    samples = served(recipe)
+    assert samples[0][4].shape == (128,)
+    with nullcontext() if reset else pytest.raises(AttributeError):
+        assert samples[1][4].shape == (128,)
+    found = [each.wrong for each in check_recipe(recipe).errors if each.key == key]
+    assert any("fails at the second sample" in each for each in found) == (reset is None)
 
 
 def test_held_out_data_is_checked_as_training_data_is(tmp_path, prefix):

@@ -136,11 +136,10 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
 def _notes(view: View, prefix: str | Path) -> list[str]:
     notes = []
     compressed = view.flag((*CONFIG, "create_compressed_eod_mask"))
-    resets = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    if compressed and not any(view.flag((*CONFIG, key)) for key in resets):
+    if compressed and view.masks_once:
         notes.append(
-            "with this recipe MindFormers serves the first sample's mask to all samples; these numbers are for right "
-            f"masks, which {dotted((*CONFIG, 'reset_position_ids'))}: True gives"
+            "with this recipe MindFormers' loader fails at the second sample; these numbers are for a recipe with "
+            f"{dotted((*CONFIG, 'reset_position_ids'))}: True"
         )
     if not compressed and not view.on_cpu:
         notes.append(
