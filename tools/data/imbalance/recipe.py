@@ -111,9 +111,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
             f"--window {layout.window}: the window is longer than the run, which has {layout.steps(samples):,} steps; "
             "give a smaller window"
         )
-    length = view.get((*CONFIG, "seq_length"))
-    if type(length) is not int or length < 1:
-        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")
+    length = _length(view)
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
     ranks = view.cp if view.parallel and algorithm == "colossalai_cp" else 1
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
@@ -131,6 +129,19 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         skipped=skipped,
         notes=(*_notes(view, prefix), *_notes_on_steps(view, layout, skipped)),
     )
+
+
+def _length(view: View) -> int:
+    """Return the number of tokens of a sample, which the model must read and context parallelism must divide."""
+    path, cp = (*CONFIG, "seq_length"), view.cp if view.parallel else 1
+    length = view.get(path)
+    if type(length) is not int or length < 1:
+        raise refusal(view.recipe, path, f"{length!r} is not a length; write the tokens of a sample")
+    if (read := view.number((*MODEL, "seq_length"), length)) != length:
+        raise refusal(view.recipe, path, f"the samples have {length} tokens, but the model reads {read}; write {read}")
+    if length % cp:
+        raise refusal(view.recipe, ("parallel_config", "context_parallel"), f"{cp} does not divide seq_length {length}")
+    return length
 
 
 def _notes(view: View, prefix: str | Path) -> list[str]:

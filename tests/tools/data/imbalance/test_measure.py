@@ -321,6 +321,17 @@ def test_recipes_that_cannot_be_computed_are_refused(prefix: str, overrides: lis
         imbalance(prefix, recipe_of(TWO_WORKERS, APART, *overrides))
 
 
+def test_samples_of_another_length_than_the_model_reads_or_ranks_divide_are_refused(prefix: str) -> None:
+    recipe = recipe_of(TWO_WORKERS, APART)
+    recipe["model"]["model_config"]["seq_length"] = 256
+    with pytest.raises(RecipeError, match=r"seq_length: the samples have 128 tokens, but the model reads 256"):
+        imbalance(prefix, recipe)
+    recipe = recipe_of(TWO_WORKERS, APART, "parallel.parallel_mode=1")
+    recipe["parallel_config"]["context_parallel"] = 3
+    with pytest.raises(RecipeError, match=r"context_parallel: 3 does not divide seq_length 128"):
+        imbalance(prefix, recipe)
+
+
 def test_a_split_that_rounds_to_no_document_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "few", np.full(3, 2000, np.int32), 1000, 0, 1)
     with pytest.raises(DataError, match=r"split rounds to none of the 3 documents"):
