@@ -7,6 +7,7 @@ errors only with `here` (the run starts on this machine). A file on which the co
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,25 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
     corpora = _corpora(view.get(_PATH), found)
     for prefix, share in corpora:
         if index := _opened(prefix, _PATH, found, missing):
-            _dataset(index, prefix, share, view, built, found)
+            used = index.lengths[: round(training_share(split) * len(index))]
             if part := empty_part(split, len(index)):
                 wrong = (
                     f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
                     "the tokens of such a part without end"
                 )
                 found.error(_SPLIT, wrong, f"write {_ALL!r}")
+            elif len(used):
+                _size(used, prefix, share, view, built, found)
+                _documents(used, share * view.samples, view, built, found)
+            _tokens(index, prefix, view, built, found)
     if corpora and not any(share for _, share in corpora):
         _one_pass([prefix for prefix, _ in corpora], view, built, found)
     for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
         there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
         if index := _opened(prefix, (*_HELD_OUT, "data_path"), found, missing) if there else None:
-            _contents(index, prefix, view, built, found)
+            samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
+            _documents(index.lengths, samples, view, built, found)
+            _tokens(index, prefix, view, built, found)
 
 
 def _sources(view: View, found: Findings) -> None:
@@ -166,18 +173,17 @@ def _opened(prefix: str, path: KeyPath, found: Findings, missing: Any) -> IndexR
         return None
 
 
-def _dataset(index: IndexReader, prefix: str, share: float, view: View, built: Built, found: Findings) -> None:
-    """Check a corpus that is trained on against vocabulary, sequence length and the recipe's number of samples."""
-    seq = built.number("seq_length", 1)
-    if index.tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
-    _contents(index, prefix, view, built, found)
-    sizes = view.get((*LOADER, "sizes"))
-    wanted = share * sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
-    if wanted > 8 * index.tokens > 0:
+def _size(lengths: np.ndarray, prefix: str, share: float, view: View, built: Built, found: Findings) -> None:
+    """Check the documents of a corpus that are trained on against sequence length and the recipe's number of
+    samples.
+    """
+    seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    if tokens <= seq:
+        found.error(_PATH, f"{prefix} holds {tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
+    elif (wanted := share * view.samples * seq) > 8 * tokens:
         part = f"{100 * share:.3g} % of " if share < 1 else ""
-        passes = f"{wanted / index.tokens:.0f} times the {index.tokens:,} tokens of {prefix}"
-        found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples repeat {passes}")
+        passes = f"{wanted / tokens:.0f} times the {tokens:,} tokens of {prefix}"
+        found.warning((*LOADER, "sizes"), f"{part}{view.samples:,} samples repeat {passes}")
 
 
 def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) -> None:
@@ -201,37 +207,36 @@ def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) ->
         )
 
 
-def _contents(index: IndexReader, prefix: str, view: View, built: Built, found: Findings) -> None:
+def _tokens(index: IndexReader, prefix: str, view: View, built: Built, found: Findings) -> None:
     """Check the tokens of a corpus against the vocabulary and the end-of-document id: by what `tc3 data prepare` wrote
-    beside the pair or, for a corpus of another program, by a part of the tokens. Check also the documents of a sample.
+    beside the pair or, for a corpus of another program, by a part of the tokens.
     """
     vocabulary, eod, pad = built.number("vocab_size"), view.get((*_CONFIG, "eod")), view.get((*_CONFIG, "pad"))
     if type(pad) is int and pad >= 0 and pad != eod and view.masks_once and (index.some() == pad).any():
         found.error((*_CONFIG, "pad"), f"{prefix} holds the token id {pad}; {NOT_AGAIN}", "write -1", rule="padding")
     try:
         notes = read_sidecar(prefix)
-        size, end = notes.get("vocab_size"), notes.get("eod_id")
-        if isinstance(size, int) and size > vocabulary:
-            wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
-            found.error(_VOCABULARY, wrong, f"write at least {size:,}")
-        if isinstance(end, int) and isinstance(eod, int) and eod != end:
-            wrong = f"is {eod}, but {prefix} ends its documents with id {end}"
-            found.error((*_CONFIG, "eod"), wrong, f"write {end}", rule="eod_count")
     except DataError:
-        _tokens(index, prefix, vocabulary, view, found)
-    _documents(index, built.number("seq_length", 1), view, found)
+        _looked_at(index, prefix, vocabulary, view, found)
+        return
+    size, end = notes.get("vocab_size"), notes.get("eod_id")
+    if isinstance(size, int) and size > vocabulary:
+        wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
+        found.error(_VOCABULARY, wrong, f"write at least {size:,}")
+    if isinstance(end, int) and isinstance(eod, int) and eod != end:
+        wrong = f"is {eod}, but {prefix} ends its documents with id {end}"
+        found.error((*_CONFIG, "eod"), wrong, f"write {end}", rule="eod_count")
 
 
-def _tokens(index: IndexReader, prefix: str, vocabulary: int, view: View, found: Findings) -> None:
+def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, found: Findings) -> None:
     """Check some tokens of a corpus, and the last tokens of some documents, because nothing is known of its
     tokenizer.
     """
     pad, eod = (view.get((*_CONFIG, key), -1) for key in ("pad", "eod"))
-    some = index.some()
+    some, last = index.some(), index.last()
     if outside := some[((some < 0) | (some >= vocabulary)) & (some != pad)].tolist():
         wrong = f"{prefix} holds the token id {max(outside)}, but the model's vocabulary has {vocabulary:,} ids"
         found.error(_VOCABULARY, wrong, f"write at least {max(outside) + 1:,}, or prepare the corpus again")
-    last = index.last()
     if any(view.flag((*_CONFIG, key)) for key in _BY_EOD) and (other := last[last != eod].tolist()):
         wrong = (
             f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
@@ -240,18 +245,22 @@ def _tokens(index: IndexReader, prefix: str, vocabulary: int, view: View, found:
         tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
 
-def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
+def _documents(lengths: np.ndarray, samples: float, view: View, built: Built, found: Findings) -> None:
     """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
-    MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end inside a
-    document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
+    MindFormers drops the last end in silence, with two more the run stops. Context parallelism needs the last entry as
+    padding.
+
+    Args:
+        lengths: the tokens of each document. samples: the number of samples that are read of them.
     """
-    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
+    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(lengths):
         return
     path, algorithm = (*_CONFIG, "eod_pad_length"), view.get((*PARALLEL, "context_parallel_algo"), "colossalai_cp")
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
-    room = view.mask_documents - padding
-    mean = seq * len(index) / max(index.tokens, 1)
-    most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
+    room, seq, tokens = view.mask_documents - padding, built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    mean = seq * len(lengths) / tokens
+    epochs = math.ceil((1.005 * samples * seq + 1) / tokens)  # a corpus with a weight is asked for 0.5 % more
+    most = _most_documents(lengths, seq, max(1, epochs))
     most_entries = most + padding
     if mean > room:
         wrong = f"the mask has room for {room} documents per sample, but this data has {mean:.0f} on average"
@@ -263,3 +272,16 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
             f"the mask has room for {room} documents per sample, but a sample of the shortest documents may hold {most}"
         )
         found.warning(path, wrong, f"write {most_entries}, which is always enough", rule="eod_count")
+
+
+def _most_documents(lengths: np.ndarray, seq: int, epochs: int) -> int:
+    """Return a number of documents that no sample of `seq` tokens exceeds. A sample may begin and end inside a
+    document, so that it holds parts of two beside the whole ones; as all epochs are shuffled together, it may hold a
+    document `epochs` times.
+    """
+    rising = np.sort(lengths).astype(np.int64)
+    sums = epochs * np.cumsum(rising)
+    whole = int(np.searchsorted(sums, seq))  # so many lengths fit with all their copies
+    rest = seq - (int(sums[whole - 1]) if whole else 0)
+    copies = min((rest - 1) // int(rising[whole]), epochs) if whole < len(rising) else 0
+    return epochs * whole + copies + 2

@@ -1,6 +1,7 @@
 """Files that a recipe names, and the dataset's index against the model."""
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from mindformers.dataset.blended_datasets.blended_megatron_dataset_builder impor
 from mindformers.dataset.blended_datasets.gpt_dataset import GPTDataset
 from mindformers.dataset.dataloader.blended_megatron_dataloader import MegatronDatasetBuilder
 
+from plugins.attention_balance.samples import build_gpt_index, segments_of
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, put
 from tests.tools.check.test_mutations import ROOT, plain
@@ -253,19 +255,49 @@ def test_a_truncated_pair(prefix):
     ],
 )
 def test_documents_of_a_compressed_mask(tmp_path, lengths, room, shared, severity):
-    recipe = on(write(tmp_path / "data", lengths))
-    for key in ("create_compressed_eod_mask", "reset_position_ids"):
-        recipe = put(recipe, (*LOADER, "config", key), True)
-    recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
-    recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
+    recipe = compressed(write(tmp_path / "data", lengths), room)
     if shared:
         recipe = put(put(recipe, ("use_parallel",), True), ("parallel", "parallel_mode"), 1)
     for key, value in shared.items():
         recipe = put(recipe, ("parallel_config", key), value)
+    finding = wrong(recipe).get(ROOM)
+    assert (finding.severity if finding else None) == severity
+
+
+def test_a_sample_may_hold_a_document_of_each_epoch(tmp_path):
+    lengths = [1] * 2 + [400] * 6
+    prefix = write(tmp_path / "data", lengths)
+    most = int(segments_of(build_gpt_index(np.array(lengths, np.int32), 2048, 81, 1234), 0, 80).counts().max())
+    assert most > len(lengths) + 1, "more than one epoch has"
+    said = wrong(compressed(prefix, most - 1))[ROOM]
+    enough = int(re.search("hold ([0-9]+)", said.wrong)[1])
+    assert said.severity == "warning" and enough >= most and ROOM not in wrong(compressed(prefix, enough))
+
+
+def test_only_documents_that_are_trained_on_count(tmp_path):
+    split, many = (*LOADER, "config", "split"), write(tmp_path / "many", [300] * 30 + [5] * 900)
+    assert wrong(compressed(many, 100))[ROOM].severity == "error", "141 on average"
+    assert ROOM not in wrong(put(compressed(many, 100), split, "0.033, 0.967, 0"))
+    few = write(tmp_path / "few", [5] * 900 + [300] * 90)
+    assert wrong(compressed(few, 100))[ROOM].severity == "warning"
+    assert wrong(put(compressed(few, 100), split, "0.9, 0.1, 0"))[ROOM].severity == "error"
+    sizes = "train_dataset.data_loader.sizes"
+    assert sizes not in wrong(on(many)) and wrong(put(on(many), split, "0.004, 0.996, 0"))[sizes].severity == "warning"
+
+
+ROOM = "train_dataset.data_loader.config.eod_pad_length"
+
+
+def compressed(prefix, room):
+    """A recipe with samples of 2,048 tokens, and a mask with room for `room` documents."""
+    recipe = on(prefix)
+    for key in ("create_compressed_eod_mask", "reset_position_ids"):
+        recipe = put(recipe, (*LOADER, "config", key), True)
+    recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
+    recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
     for path in ((*MODEL, "seq_length"), (*MODEL, "max_position_embeddings"), (*LOADER, "config", "seq_length")):
         recipe = put(recipe, path, 2048)
-    finding = wrong(recipe).get("train_dataset.data_loader.config.eod_pad_length")
-    assert (finding.severity if finding else None) == severity
+    return recipe
 
 
 @pytest.mark.parametrize(
