@@ -279,8 +279,9 @@ def _most_documents(lengths: np.ndarray, seq: int, epochs: int) -> int:
     document, so that it holds parts of two beside the whole ones; as all epochs are shuffled together, it may hold a
     document `epochs` times.
     """
-    rising = np.sort(lengths).astype(np.int64)
-    sums = epochs * np.cumsum(rising)
+    rising = np.sort(lengths)
+    sums = np.cumsum(rising, dtype=np.int64)
+    sums *= epochs
     whole = int(np.searchsorted(sums, seq))  # so many lengths fit with all their copies
     rest = seq - (int(sums[whole - 1]) if whole else 0)
     copies = min((rest - 1) // int(rising[whole]), epochs) if whole < len(rising) else 0
