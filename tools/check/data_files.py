@@ -81,6 +81,7 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
                 _size(used, prefix, share, view, built, found)
                 _documents(used, share * view.samples, view, built, found)
             _tokens(index, prefix, view, built, found)
+            _kept_order(index, prefix, _PATH, view, found)
     if corpora and not any(share for _, share in corpora):
         _one_pass([prefix for prefix, _ in corpora], view, built, found)
     for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
@@ -89,6 +90,7 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
             samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
             _documents(index.lengths, samples, view, built, found)
             _tokens(index, prefix, view, built, found)
+            _kept_order(index, prefix, (*_HELD_OUT, "data_path"), view, found)
 
 
 def _sources(view: View, found: Findings) -> None:
@@ -243,6 +245,38 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
         )
         tell = found.error if len(other) == len(last) else found.warning
         tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
+
+
+def _kept_order(index: IndexReader, prefix: str, path: KeyPath, view: View, found: Findings) -> None:
+    """Check that the order of samples that MindFormers keeps beside a corpus is not that of another corpus, which was
+    at the same path before: MindFormers would read the new one by it. (`tc3 data prepare` removes what is kept.)
+    """
+    folder = Path(view.get((*_CONFIG, "path_to_cache")) or Path(prefix, "cache", "GPTDataset_indices"))
+    for description in sorted(folder.glob("*-GPTDataset-*-description.txt")):
+        try:
+            notes = json.loads(description.read_text("utf-8"))
+            kept = str(description).removesuffix("description.txt")
+            documents, samples = (np.load(f"{kept}{name}_index.npy", mmap_mode="r") for name in ("document", "sample"))
+            other = notes["dataset_path"] == prefix and _of_another(index, documents, samples, notes["sequence_length"])
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            continue  # MindFormers makes it anew, or uses it for nothing
+        if other:
+            wrong = f"{folder} keeps the order of samples of another corpus, which was at {prefix} before"
+            found.error(path, wrong, "remove this folder, or MindFormers cuts the new corpus as the old one")
+            return
+
+
+def _of_another(index: IndexReader, documents: np.ndarray, samples: np.ndarray, seq: int) -> bool:
+    """Return whether samples of `seq` tokens, which begin at `samples` (int64 [n, 2]: place in `documents`, token), do
+    not follow each other in the documents of the index; at most a million documents are added up.
+    """
+    first = np.asarray(documents[: 1 << 20])
+    if first.max(initial=0) >= len(index):
+        return True
+    lengths = index.lengths[first]
+    places, tokens = np.asarray(samples[: int(np.searchsorted(samples[:, 0], len(first)))], np.int64).T
+    begins = (np.cumsum(lengths, dtype=np.int64) - lengths)[places] + tokens
+    return not np.array_equal(begins, seq * np.arange(len(places)))
 
 
 def _documents(lengths: np.ndarray, samples: float, view: View, built: Built, found: Findings) -> None:

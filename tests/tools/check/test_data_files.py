@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -149,11 +150,34 @@ def test_the_tokens_of_a_corpus_of_another_program(prefix):
     assert wrong(put(put(on(prefix), masks, True), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces it"
 
 
-def served(recipe):
-    """The samples of MindFormers' own data set of a recipe."""
-    config = {**recipe["train_dataset"]["data_loader"]["config"], "path_to_cache": None, "split": "1, 0, 0"}
+def served(recipe, kept=False):
+    """The samples of MindFormers' own data set of a recipe, whose order it keeps beside the corpus."""
+    config = recipe["train_dataset"]["data_loader"]["config"]
+    if not kept:
+        shutil.rmtree(config["data_path"][1], ignore_errors=True)
     config = MegatronDatasetBuilder("GPTDataset", config).init_gpt_dataset_config()
     return BlendedMegatronDatasetBuilder(GPTDataset, [80, 0, 0], lambda: True, config).build()[0]
+
+
+def test_the_order_that_is_kept_of_another_corpus(tmp_path):
+    """MindFormers finds it by the path of the corpus, and asks for nothing of the content."""
+    prefix, key = write(tmp_path / "data", [400] * 40), "train_dataset.data_loader.config.data_path"
+    recipe = on(prefix)
+    served(recipe, kept=True)
+    assert key not in wrong(recipe)
+    for lengths in ([300] * 40, [401] + [400] * 39, [400] * 39, [400] * 20 + [399, 401] + [400] * 18):
+        write(tmp_path / "data", lengths)
+        assert "keeps the order of samples of another corpus" in wrong(recipe)[key].wrong
+    write(tmp_path / "data", [500] * 40)
+    samples = served(recipe, kept=True)
+    with pytest.raises(IndexError, match="dimension is 228"):  # tokens of one sample and of what was a document's end
+        [samples[number] for number in range(80)]
+    shutil.rmtree(Path(prefix))
+    assert key not in wrong(recipe)
+    held_out = {"held_out_loss": {"data_path": write(tmp_path / "held", [400] * 40), "every": 10}}
+    served(on(str(tmp_path / "held")), kept=True)
+    write(tmp_path / "held", [300] * 40)
+    assert wrong(put(recipe, ("plugins",), held_out)).keys() == {"plugins.held_out_loss.data_path"}
 
 
 def test_a_padding_id_that_the_text_has(prefix):
