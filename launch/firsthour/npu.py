@@ -108,8 +108,8 @@ class NpuHour(Hour):
 
     def write_small(self) -> None:
         """Write a corpus and the family of small recipes."""
-        self.write_corpus(int(self.view.number(("model", "model_config", "vocab_size"), 0)))
         family = ascend_minis(load_recipe(self.recipe), str(self.corpus), ALL_STEPS, self.counts)
+        self.write_corpus(int(family[ON_CPU]["model"]["model_config"]["vocab_size"]))
         for count, flat in family.items():
             self.point(flat)
             dump_recipe(flat, self.of(count))

@@ -14,6 +14,7 @@ import click
 
 from launch.run.preflight import check_sound
 from launch.run.script import outside
+from plugins.attention_balance.samples import padding_under
 from plugins.batch_ramp import plan as batch_ramp
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
@@ -22,10 +23,12 @@ from plugins.packed_labels.plan import LOADER, PACKING
 from tools.data.instructions import count_samples, read_tokenizer
 from tools.layout.resolve import resolve
 from tools.recipe.dump import is_of_run
+from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.mini_strategy import WORKERS
 from tools.recipe.override import also_changed, apart, apply_overrides, dotted, get_path, shared_paths, with_part
+from tools.recipe.view import LOADER as LOADER_PATH
 from tools.recipe.view import RUNNER, View
 
 _WARMUP = "lr_schedule.warmup_steps"
@@ -265,9 +268,12 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     if held_out:
         _check_held_out(view, held_out, handler, tokenizer)
     named = [(_DATA_FILES, Path(file)) for file in view.instruction_files]
-    made = count_samples(named, handler["seq_length"], tokenizer)
-    batch = view.global_batch
-    if made is None or not view.samples or view.samples <= made:
+    packed = count_samples(named, handler["seq_length"], tokenizer)
+    if packed is None:
+        return recipe
+    _check_room(view, packed[: view.samples or None], _DATA_FILES)
+    made, batch = len(packed), view.global_batch
+    if not view.samples or view.samples <= made:
         return recipe
     least = made // batch
     what = (
@@ -301,12 +307,26 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
     return first if packs and type(length) is int and second.get("seq_length") == length else None
 
 
+def _check_room(view: View, packed: list[int], key: str) -> None:
+    """Raise RecipeError if the compressed mask has no room for the conversations of a sample: MindFormers ends the run
+    in the step that reads it.
+    """
+    algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
+    padding = padding_under(view.cp if view.parallel else 1, algorithm)
+    place = (*LOADER_PATH, "compressed_eod_mask_length")
+    room = view.number(place, 128) - padding
+    if view.flag((*LOADER_PATH, "create_compressed_eod_mask")) and max(packed, default=0) > room:
+        wrong = f"the mask has room for {room} conversations, but a sample of {key} holds {max(packed)}"
+        raise refusal(view.recipe, place, f"{wrong}; write {max(packed) + padding}, or more")
+
+
 def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:
     """Raise DataError if the held-out conversations make fewer samples than the recipe asks for, or than a step has."""
     file = Path(settings["data_path"])
-    made = count_samples([(f"{HELD_OUT}.data_path", file)], handler["seq_length"], tokenizer)
-    if made is None:
+    packed = count_samples([(f"{HELD_OUT}.data_path", file)], handler["seq_length"], tokenizer)
+    if packed is None:
         return
+    made = len(packed)
     what = f"{file} makes {made:,} samples of {handler['seq_length']:,} tokens"
     if made < view.global_batch:
         raise DataError(
@@ -314,6 +334,7 @@ def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[st
             f"conversations, or --set {HELD_OUT}=False"
         )
     wanted = settings.get("samples")
+    _check_room(view, packed[: wanted if type(wanted) is int else None], f"{HELD_OUT}.data_path")
     if type(wanted) is int and wanted > made:
         raise DataError(
             f"{HELD_OUT}.samples: {wanted:,} samples are asked for, but {what}: --set {HELD_OUT}.samples={made}, or "

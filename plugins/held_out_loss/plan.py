@@ -294,14 +294,16 @@ def check_step(recipe: Mapping[str, Any]) -> None:
 def held_out_loader(loader: dict[str, Any], path: str, samples: int | None) -> dict[str, Any]:
     """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
-    For Megatron's loader, the section reads another corpus. For HFDataLoader, the section reads another file through
-    the same handlers: conversations are packed, and prompts masked, as in training. Without a number of `samples`
-    HFDataLoader reads the whole file.
+    For Megatron's loader, the section reads all documents of another corpus. For HFDataLoader, the section reads
+    another file through the same handlers: conversations are packed, and prompts masked, as in training. Without a
+    number of `samples` HFDataLoader reads the whole file.
     """
     own = copy.deepcopy(loader)
     if not of_instructions(loader):
         own["sizes"] = [samples, 0, 0]
-        own["config"]["data_path"] = ["1", path]
+        own["config"].update(data_path=["1", path], split="1, 0, 0")
+        for part in ("train", "valid", "test"):
+            own["config"].pop(f"{part}_data_path", None)
         return own
     own["data_files"] = path
     handlers = [handler for handler in own.get("handler") or [] if handler["type"] not in ("take", "shuffle")]

@@ -92,11 +92,12 @@ def test_held_out_data_is_read_as_training_data_is(settings):
     megatron = {
         "type": "BlendedMegatronDatasetDataLoader",
         "sizes": [800, 0, 0],
-        "config": {"data_path": ["a"], "eod": 0},
+        "config": {"data_path": ["a"], "eod": 0, "split": "969, 30, 1"},
     }
-    assert held_out_loader(megatron, settings["data_path"], 16) == {
-        **megatron, "sizes": [16, 0, 0], "config": {"data_path": ["1", settings["data_path"]], "eod": 0},
-    }  # fmt: skip
+    config = {"data_path": ["1", settings["data_path"]], "eod": 0, "split": "1, 0, 0"}  # a part may hold no document
+    assert held_out_loader(megatron, settings["data_path"], 16) == {**megatron, "sizes": [16, 0, 0], "config": config}
+    several = {**megatron, "config": {"train_data_path": ["a"], "eod": 0}}
+    assert held_out_loader(several, settings["data_path"], 16)["config"] == config
     packing = [{"type": "AlpacaInstructDataHandler"}, {"type": "PackingHandler", "seq_length": 8}]
     talk = {"type": "HFDataLoader", "data_files": "a.jsonl", "path": "json"}
     talk["handler"] = [{"type": "shuffle", "seed": 1}, *packing, {"type": "take", "n": 800}]

@@ -34,6 +34,10 @@ _REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dat
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _YARN = ("plugins", "yarn")
 _FLAGS = 127  # ranks that an int8 can count
+NOT_AGAIN = (  # of a padding id in the text
+    "where a sample has it, the loader takes that place out of the loss of all later samples, too, because it makes "
+    "their loss mask only once (without reset_position_ids, reset_attention_mask and eod_mask_loss)"
+)
 
 
 def check_conflicts(view: View, built: Built, found: Findings) -> None:
@@ -136,11 +140,10 @@ def _masks(view: View, built: Built, found: Findings) -> None:
     if compressed and built.number("seq_length") < 2048:
         wrong = f"needs sequences of at least 2048 tokens, but seq_length is {built.number('seq_length')}"
         found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "write False", rule="mask_2048")
-    if compressed and not any(view.flag((*_CONFIG, key)) for key in ("reset_position_ids", "reset_attention_mask")):
-        wrong = (
-            "without reset_position_ids or reset_attention_mask the mask of the first sample is used for all samples"
-        )
-        found.warning((*_CONFIG, "create_compressed_eod_mask"), wrong, "write reset_position_ids: True")
+    if compressed and view.masks_once:
+        wrong = "without reset_position_ids or reset_attention_mask the loader fails at the second sample"
+        found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "write reset_position_ids: True", rule="mask_once")
+    _padding(view, found)
     if compressed and view.flag((*_CONFIG, "create_attention_mask")):
         wrong = "the compressed mask replaces this mask"
         found.warning((*_CONFIG, "create_attention_mask"), wrong, "write create_attention_mask: False")
@@ -149,6 +152,20 @@ def _masks(view: View, built: Built, found: Findings) -> None:
         if not needs or built.fields.get("use_attn_mask_compression"):
             wrong = "the attention does not read this mask, so that tokens attend to other documents"
             found.error((*_CONFIG, "reset_attention_mask"), wrong, "write create_compressed_eod_mask: True")
+
+
+def _padding(view: View, found: Findings) -> None:
+    """Check that the padding id is not the end of documents: Megatron's loader leaves it out of the loss, and replaces
+    it by token 0.
+    """
+    pad = view.get((*_CONFIG, "pad"))
+    if type(pad) is not int or pad < 0 or pad != view.get((*_CONFIG, "eod")):
+        return
+    wrong = f"{pad} is also eod, so that the loss leaves out the ends of documents"
+    wrong += ", and the model reads token 0 in their place" * (pad > 0)
+    wrong += f"; {NOT_AGAIN}" * view.masks_once
+    tell = found.error if pad or view.masks_once else found.warning
+    tell((*_CONFIG, "pad"), wrong, "write -1, because Megatron's samples are full", rule="padding")
 
 
 def _positions(view: View, built: Built, found: Findings) -> None:

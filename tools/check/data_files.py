@@ -7,6 +7,7 @@ errors only with `here` (the run starts on this machine). A file on which the co
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import numpy as np
 
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
+from plugins.held_out_loss.plan import paths_of
+from tools.check.conflicts import NOT_AGAIN
 from tools.checkpoint.stored import refuse_moved
-from tools.data.index import IndexReader, map_lengths, read_blend, training_share
+from tools.data.index import IndexReader, empty_part, map_lengths, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
-from tools.recipe.view import LOADER, PARALLEL, View
+from tools.recipe.load import KeyPath, look
+from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
-_PATH = (*_CONFIG, "data_path")
+_PATH, _SPLIT, _ALL = (*_CONFIG, "data_path"), (*_CONFIG, "split"), "1, 0, 0"
+_HELD_OUT, _VOCABULARY = ("plugins", "held_out_loss"), (*MODEL, "vocab_size")
+_BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_compressed_eod_mask")
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "model_config", "checkpoint_name_or_path"))
 
@@ -48,16 +54,60 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         if "://" not in name and not any(letter in name for letter in "*?[") and not Path(name).is_file():
             missing((*LOADER, "data_files"), f"there is no file {name} on this machine")
     if view.megatron:
-        split = view.get((*_CONFIG, "split"))
-        try:
-            training_share(split if isinstance(split, str) else "1")
-        except DataError as error:
-            found.error((*_CONFIG, "split"), f"{split!r}: {error}")
-        corpora = _corpora(view.get(_PATH), found)
-        for prefix, share in corpora:
-            _dataset(prefix, share, view, built, found, missing)
-        if corpora and not any(share for _, share in corpora):
-            _one_pass([prefix for prefix, _ in corpora], view, built, found)
+        _megatron(view, built, found, missing)
+
+
+def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
+    """Check the corpora of Megatron's loader, and those of `plugins.held_out_loss` that are on this machine."""
+    _sources(view, found)
+    split = view.get(_SPLIT)
+    split = split if isinstance(split, str) else _ALL
+    try:
+        training_share(split)
+    except DataError as error:
+        found.error(_SPLIT, f"{split!r}: {error}")
+        split = _ALL
+    corpora = _corpora(view.get(_PATH), found)
+    for prefix, share in corpora:
+        if index := _opened(prefix, _PATH, found, missing):
+            used = index.lengths[: round(training_share(split) * len(index))]
+            if part := empty_part(split, len(index)):
+                wrong = (
+                    f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
+                    "the tokens of such a part without end"
+                )
+                found.error(_SPLIT, wrong, f"write {_ALL!r}")
+            elif len(used):
+                _size(used, prefix, share, view, built, found)
+                _documents(used, share * view.samples, view, built, found)
+            _tokens(index, prefix, view, built, found)
+            _kept_order(index, prefix, _PATH, view, found)
+    if corpora and not any(share for _, share in corpora):
+        _one_pass([prefix for prefix, _ in corpora], view, built, found)
+    for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
+        there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
+        if index := _opened(prefix, (*_HELD_OUT, "data_path"), found, missing) if there else None:
+            samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
+            _documents(index.lengths, samples, view, built, found)
+            _tokens(index, prefix, view, built, found)
+            _kept_order(index, prefix, (*_HELD_OUT, "data_path"), view, found)
+
+
+def _sources(view: View, found: Findings) -> None:
+    """Check the keys that name corpora: MindFormers divides those of `data_path` by `split`, or reads other corpora for
+    each part.
+    """
+    parts = [(*_CONFIG, f"{part}_data_path") for part in ("train", "valid", "test")]
+    written = [path for path in parts if view.get(path)]
+    if written and (view.get(_PATH) is not None or view.get(_SPLIT) is not None):
+        found.error(written[0], "MindFormers refuses this key beside data_path or split", "leave this key out")
+    elif parts[0] in written:
+        wrong = "tc3 neither checks these corpora nor compares them before a resume"
+        found.warning(parts[0], wrong, "write data_path and split instead")
+    elif view.get(_PATH) is None:
+        found.error(_PATH, "the recipe names no corpus to train on", "write ['1', PREFIX]")
+    elif view.get(_SPLIT) is None:
+        found.error(_SPLIT, "the key is missing, and MindFormers needs it beside data_path", f"write {_ALL!r}")
 
 
 def _speed_up(view: View, found: Findings) -> None:
@@ -108,32 +158,34 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _dataset(prefix: str, share: float, view: View, built: Built, found: Findings, missing: Any) -> None:
-    """Check one .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
+def _opened(prefix: str, path: KeyPath, found: Findings, missing: Any) -> IndexReader | None:
+    """Return the index of a corpus that the key `path` names; None if there is a finding that it cannot be read."""
     absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
     if absent:
         missing(
-            _PATH,
+            path,
             f"{' and '.join(absent)} not found on this machine",
             f"`tc3 data prepare --input TEXT --output {prefix}` writes them",
         )
-        return
+        return None
     try:
-        index = IndexReader(prefix)
+        return IndexReader(prefix)
     except DataError as error:
-        found.error(_PATH, str(error), f"`tc3 data verify {prefix}` says more")
-        return
-    seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
-    if index.tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
-    _sidecar(prefix, vocabulary, view, found)
-    _documents(index, seq, view, found)
-    sizes = view.get((*LOADER, "sizes"))
-    wanted = share * sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
-    if wanted > 8 * index.tokens > 0:
+        found.error(path, str(error), f"`tc3 data verify {prefix}` says more")
+        return None
+
+
+def _size(lengths: np.ndarray, prefix: str, share: float, view: View, built: Built, found: Findings) -> None:
+    """Check the documents of a corpus that are trained on against sequence length and the recipe's number of
+    samples.
+    """
+    seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    if tokens <= seq:
+        found.error(_PATH, f"{prefix} holds {tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
+    elif (wanted := share * view.samples * seq) > 8 * tokens:
         part = f"{100 * share:.3g} % of " if share < 1 else ""
-        passes = f"{wanted / index.tokens:.0f} times the {index.tokens:,} tokens of {prefix}"
-        found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples repeat {passes}")
+        passes = f"{wanted / tokens:.0f} times the {tokens:,} tokens of {prefix}"
+        found.warning((*LOADER, "sizes"), f"{part}{view.samples:,} samples repeat {passes}")
 
 
 def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) -> None:
@@ -157,33 +209,91 @@ def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) ->
         )
 
 
-def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
-    """Check what `tc3 data prepare` wrote beside the pair: vocabulary and end-of-document id."""
+def _tokens(index: IndexReader, prefix: str, view: View, built: Built, found: Findings) -> None:
+    """Check the tokens of a corpus against the vocabulary and the end-of-document id: by what `tc3 data prepare` wrote
+    beside the pair or, for a corpus of another program, by a part of the tokens.
+    """
+    vocabulary, eod, pad = built.number("vocab_size"), view.get((*_CONFIG, "eod")), view.get((*_CONFIG, "pad"))
+    if type(pad) is int and pad >= 0 and pad != eod and view.masks_once and (index.some() == pad).any():
+        found.error((*_CONFIG, "pad"), f"{prefix} holds the token id {pad}; {NOT_AGAIN}", "write -1", rule="padding")
     try:
         notes = read_sidecar(prefix)
     except DataError:
-        return  # not made by our tool: nothing is known of its tokenizer
-    size, eod, written = notes.get("vocab_size"), notes.get("eod_id"), view.get((*_CONFIG, "eod"))
+        _looked_at(index, prefix, vocabulary, view, found)
+        return
+    size, end = notes.get("vocab_size"), notes.get("eod_id")
     if isinstance(size, int) and size > vocabulary:
         wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
-        found.error(("model", "model_config", "vocab_size"), wrong, f"write at least {size:,}")
-    if isinstance(eod, int) and isinstance(written, int) and eod != written:
-        wrong = f"is {written}, but {prefix} ends its documents with id {eod}"
-        found.error((*_CONFIG, "eod"), wrong, f"write {eod}", rule="eod_count")
+        found.error(_VOCABULARY, wrong, f"write at least {size:,}")
+    if isinstance(end, int) and isinstance(eod, int) and eod != end:
+        wrong = f"is {eod}, but {prefix} ends its documents with id {end}"
+        found.error((*_CONFIG, "eod"), wrong, f"write {end}", rule="eod_count")
 
 
-def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
-    MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end inside a
-    document: it holds parts of two beside the whole ones. Context parallelism needs the last entry as padding.
+def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, found: Findings) -> None:
+    """Check some tokens of a corpus, and the last tokens of some documents, because nothing is known of its
+    tokenizer.
     """
-    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
+    pad, eod = (view.get((*_CONFIG, key), -1) for key in ("pad", "eod"))
+    some, last = index.some(), index.last()
+    if outside := some[((some < 0) | (some >= vocabulary)) & (some != pad)].tolist():
+        wrong = f"{prefix} holds the token id {max(outside)}, but the model's vocabulary has {vocabulary:,} ids"
+        found.error(_VOCABULARY, wrong, f"write at least {max(outside) + 1:,}, or prepare the corpus again")
+    if any(view.flag((*_CONFIG, key)) for key in _BY_EOD) and (other := last[last != eod].tolist()):
+        wrong = (
+            f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
+        )
+        found.warning((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
+
+
+def _kept_order(index: IndexReader, prefix: str, path: KeyPath, view: View, found: Findings) -> None:
+    """Check that the order of samples that MindFormers keeps beside a corpus is not that of another corpus, which was
+    at the same path before: MindFormers would read the new one by it. (`tc3 data prepare` removes what is kept.)
+    """
+    folder = Path(view.get((*_CONFIG, "path_to_cache")) or Path(prefix, "cache", "GPTDataset_indices"))
+    for description in sorted(folder.glob("*-GPTDataset-*-description.txt")):
+        try:
+            notes = json.loads(description.read_text("utf-8"))
+            kept = str(description).removesuffix("description.txt")
+            documents, samples = (np.load(f"{kept}{name}_index.npy", mmap_mode="r") for name in ("document", "sample"))
+            other = notes["dataset_path"] == prefix and _of_another(index, documents, samples, notes["sequence_length"])
+        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            continue  # MindFormers makes it anew, or uses it for nothing
+        if other:
+            wrong = f"{folder} keeps the order of samples of another corpus, which was at {prefix} before"
+            found.error(path, wrong, "remove this folder, or MindFormers cuts the new corpus as the old one")
+            return
+
+
+def _of_another(index: IndexReader, documents: np.ndarray, samples: np.ndarray, seq: int) -> bool:
+    """Return whether samples of `seq` tokens, which begin at `samples` (int64 [n, 2]: place in `documents`, token), do
+    not follow each other in the documents of the index; at most a million documents are added up.
+    """
+    first = np.asarray(documents[: 1 << 20])
+    if first.max(initial=0) >= len(index):
+        return True
+    lengths = index.lengths[first]
+    places, tokens = np.asarray(samples[: int(np.searchsorted(samples[:, 0], len(first)))], np.int64).T
+    begins = (np.cumsum(lengths, dtype=np.int64) - lengths)[places] + tokens
+    return not np.array_equal(begins, seq * np.arange(len(places)))
+
+
+def _documents(lengths: np.ndarray, samples: float, view: View, built: Built, found: Findings) -> None:
+    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
+    MindFormers drops the last end in silence, with two more the run stops. Context parallelism needs the last entry as
+    padding.
+
+    Args:
+        lengths: the tokens of each document. samples: the number of samples that are read of them.
+    """
+    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(lengths):
         return
     path, algorithm = (*_CONFIG, "eod_pad_length"), view.get((*PARALLEL, "context_parallel_algo"), "colossalai_cp")
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
-    room = view.mask_documents - padding
-    mean = seq * len(index) / max(index.tokens, 1)
-    most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
+    room, seq, tokens = view.mask_documents - padding, built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    mean = seq * len(lengths) / tokens
+    epochs = math.ceil((1.005 * samples * seq + 1) / tokens)  # a corpus with a weight is asked for 0.5 % more
+    most = _most_documents(lengths, seq, max(1, epochs))
     most_entries = most + padding
     if mean > room:
         wrong = f"the mask has room for {room} documents per sample, but this data has {mean:.0f} on average"
@@ -195,3 +305,17 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
             f"the mask has room for {room} documents per sample, but a sample of the shortest documents may hold {most}"
         )
         found.warning(path, wrong, f"write {most_entries}, which is always enough", rule="eod_count")
+
+
+def _most_documents(lengths: np.ndarray, seq: int, epochs: int) -> int:
+    """Return a number of documents that no sample of `seq` tokens exceeds. A sample may begin and end inside a
+    document, so that it holds parts of two beside the whole ones; as all epochs are shuffled together, it may hold a
+    document `epochs` times.
+    """
+    rising = np.sort(lengths)
+    sums = np.cumsum(rising, dtype=np.int64)
+    sums *= epochs
+    whole = int(np.searchsorted(sums, seq))  # so many lengths fit with all their copies
+    rest = seq - (int(sums[whole - 1]) if whole else 0)
+    copies = min((rest - 1) // int(rising[whole]), epochs) if whole < len(rising) else 0
+    return epochs * whole + copies + 2

@@ -4,7 +4,8 @@ after another, and the file `.idx` holds the positions at which documents begin.
 The file `.idx` holds in little endian: `HEADER` (MMIDIDX and two zero bytes), uint64 version 1, uint8 dtype code,
 uint64 number of sequences, uint64 number of documents + 1, then int32[sequences] lengths in tokens, int64[sequences]
 byte offsets into `.bin`, and int64[documents + 1] first sequence of each document and the end of the last. In the files
-of this module each document is one sequence, as in the files of Megatron's own preprocessing.
+of this module each document is one sequence. Megatron's own preprocessing also lists documents without text, which have
+no sequence; MindFormers reads sequences, and so leaves them out, and so does this module.
 
 This module does not use MindFormers' `IndexedDatasetBuilder`, because the import takes seconds and the builder keeps a
 Python list entry for each document. The writer needs 4 bytes of memory per document. The reader needs 12 bytes per
@@ -178,7 +179,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
             f"{path}: the file has {path.stat().st_size:,} bytes, but by the counts in its header it should have "
             f"{expected:,}; copy the file again"
         )
-    if documents != sequences + 1:
+    if documents < sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
     return np.dtype(names[code]), sequences
 
@@ -217,13 +218,32 @@ class IndexReader:
             while len(block := np.fromfile(stream, dtype=self.dtype, count=size)):
                 yield block
 
+    def some(self) -> np.ndarray:
+        """Return tokens from evenly spread places of `.bin`, about a million of a large corpus."""
+        starts = np.linspace(0, max(self.tokens - _CHUNK // 16, 0), 256, dtype=np.int64)
+        return self._at(np.unique(starts), _CHUNK // 16)
+
+    def last(self) -> np.ndarray:
+        """Return the last tokens of some documents, which are evenly spread over the corpus."""
+        documents = np.unique(np.linspace(0, max(len(self) - 1, 0), 16, dtype=np.int64))[: len(self)]
+        ends = self.offsets[documents] // self.dtype.itemsize + self.lengths[documents]
+        return self._at(ends - 1, 1)
+
+    def _at(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Return up to `count` tokens of `.bin` from each of the tokens `starts` on, int64."""
+        size = self.dtype.itemsize
+        parts = [np.fromfile(self.bin_path, self.dtype, count, offset=start * size) for start in starts.tolist()]
+        return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
+
     def _read_idx(self) -> None:
         with open(self.idx_path, "rb") as stream:
             self.dtype, documents = _read_header(stream, self.idx_path)
             self.lengths = np.fromfile(stream, dtype=np.int32, count=documents)
             self.offsets = np.fromfile(stream, dtype=np.int64, count=documents)
-            first_sequences = np.fromfile(stream, dtype=np.int64, count=documents + 1)
-        if not np.array_equal(first_sequences, np.arange(documents + 1)):
+            first_sequences = np.fromfile(stream, dtype=np.int64)
+        sequences = np.diff(first_sequences)  # of each document
+        ends = first_sequences[0], first_sequences[-1]
+        if ends != (0, documents) or sequences.min(initial=0) < 0 or sequences.max(initial=0) > 1:
             raise BrokenIndexError(f"{self.idx_path}: {_NOT_ONE_SEQUENCE}")
 
     def _check_sizes(self) -> None:
@@ -298,7 +318,7 @@ def _weight(word: str) -> float | None:
         return None
 
 
-_SPLITS = 3  # of a corpus: for training, validation and test
+PARTS = ("training", "validation", "test")  # of a corpus
 
 
 def training_share(split: str) -> float:
@@ -309,15 +329,36 @@ def training_share(split: str) -> float:
         DataError: `split` does not begin with a number above 0, or has more numbers than MindFormers takes. The message
             does not say where it stands.
     """
+    return _shares(split)[0]
+
+
+def empty_part(split: str, documents: int) -> str:
+    """Return the name of the first part of a corpus that gets a share of its `documents` by `split`, but not one whole
+    document; "" if there is none.
+
+    MindFormers 1.9.0 counts the passes over such a part without end (`GPTDataset._get_num_epochs`), whatever number of
+    samples is asked of it. Raises the errors of `training_share`.
+    """
+    begin = 0.0
+    for name, share in zip(PARTS, _shares(split), strict=False):
+        end = begin + share
+        if end > begin and round(begin * documents) == round(end * documents):
+            return name
+        begin = end
+    return ""
+
+
+def _shares(split: str) -> list[float]:
+    """Return the fraction of a corpus's documents that each number of `split` assigns to a part."""
     try:
         shares = [float(text) for text in re.findall(r"[.0-9]+", split)]
     except ValueError:  # such as 1.2.3
         shares = []
     if not shares or not shares[0]:
         raise DataError("this value leaves no document for training; write '1, 0, 0'")
-    if len(shares) > _SPLITS:
-        raise DataError(f"this value has {len(shares)} numbers, but a corpus has {_SPLITS} parts; write '1, 0, 0'")
-    return shares[0] / sum(shares)
+    if len(shares) > len(PARTS):
+        raise DataError(f"this value has {len(shares)} numbers, but a corpus has {len(PARTS)} parts; write '1, 0, 0'")
+    return [share / sum(shares) for share in shares]
 
 
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:

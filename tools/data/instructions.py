@@ -251,9 +251,9 @@ def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
                 raise DataError(f"{key}: {file}:{number}: this line {not_json(error)}; {_WANTED}") from None
 
 
-def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
-    """Return the number of samples of `length` tokens that the conversations of the given files fill when they are
-    packed one after another. Return None for more than `MOST` conversations.
+def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> list[int] | None:
+    """Return the number of conversations in each of the samples of `length` tokens that the conversations of the given
+    files fill when they are packed one after another. Return None for more than `MOST` conversations.
 
     Raises:
         DataError: a row is not a conversation, or no answer fits in a sample.
@@ -274,23 +274,28 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
     return made
 
 
-def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
-    """Return the number of samples of `length` tokens into which `packed_labels.plan.pack` packs the conversations."""
+def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> list[int]:
+    """Return the number of conversations in each of the samples of `length` tokens into which `packed_labels.plan.pack`
+    packs the conversations.
+    """
 
     def tokens(text: str) -> int:
         return len(tokenizer.encode(text).ids)
 
-    system, made, held = tokens(f"{SYSTEM} "), 0, 0
+    system, held = tokens(f"{SYSTEM} "), length + 1
+    made: list[int] = []
     for row in rows:
         prompt = (WITH_INPUT if row.get("input") else WITHOUT_INPUT).format_map(row)
         asked = system + tokens(f"USER: {prompt} ")
         whole = min(length, asked + tokens(f"ASSISTANT: {row['output']}</s>"))
         if asked > whole:
             continue  # the answer was cut away whole: the last label is that of its first token
-        if held and held + whole > length:
-            made, held = made + 1, 0
+        if held + whole > length:
+            made.append(0)
+            held = 0
+        made[-1] += 1
         held += whole
-    return made + (held > 0)
+    return made
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:

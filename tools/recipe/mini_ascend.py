@@ -117,7 +117,8 @@ def _own_dataset(mini: dict[str, Any], view: View, degrees: Degrees) -> None:
     small, dataset = mini["train_dataset"]["data_loader"], copy.deepcopy(view.get(("train_dataset",)))
     loader = dataset["data_loader"]
     loader["sizes"] = small["sizes"]
-    loader["config"].update({key: small["config"][key] for key in ("data_path", "seq_length", "eod")})
+    own = {key: value for key, value in loader["config"].items() if not key.endswith("_data_path")}
+    loader["config"] = own | {key: small["config"][key] for key in ("data_path", "seq_length", "split", "eod", "pad")}
     dataset["num_parallel_workers"] = 1
     mini["train_dataset"] = dataset
     mini.setdefault("train_dataset_task", {})["dataset_config"] = dataset

@@ -122,7 +122,7 @@ def with_part(override: str, places: Sequence[str], value: Any) -> str:
     inside = [place.removeprefix(begin).split(".") for place in places if place.startswith(begin)]
     whole = _parse(text, override) if inside else None
     for words in inside:
-        *path, last = (int(word) if word.isdigit() else word for word in words)
+        *path, last = (int(word) if word.isdecimal() else word for word in words)
         get_path(whole, tuple(path))[last] = value
     return f"{name.strip()}={_as_text(whole)}" if inside else override
 
@@ -167,7 +167,7 @@ def _find(recipe: dict[str, Any], name: str) -> KeyPath:
         keys = {str(key): key for key in node} if isinstance(node, dict) else {}
         count = next((count for count in range(1, len(words) + 1) if ".".join(words[:count]) in keys), 1)
         word, words = ".".join(words[:count]), words[count:]
-        if isinstance(node, list) and word.isdigit() and int(word) < len(node):
+        if isinstance(node, list) and word.isdecimal() and int(word) < len(node):
             key: Any = int(word)
         elif word in keys:
             key = keys[word]
@@ -342,6 +342,8 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         return value
     if isinstance(value, (list, int)) and isinstance(old, (list, int)) and _takes_both(path):
         return value
+    if {type(old), type(value)} == {str, list} and _text_or_list(path):
+        return value
     given = f"{value!r} is {_kind(value)}{_right(old, value)}"
     if value is None:
         given = f"{text} means no value" if text.strip() else "no value is given"
@@ -351,6 +353,14 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
 def _takes_both(path: KeyPath) -> bool:
     """Return whether a key accepts numbers as well as flags or lists."""
     return path[-1] in _SCALAR_OR_LIST or path[:-1] in _OF_PATTERNS
+
+
+def _text_or_list(path: KeyPath) -> bool:
+    """Return whether a key is a setting of a plugin that may be text as well as a list."""
+    if path[0] != SECTION or len(path) != 3 or path[1] not in ADAPTERS:
+        return False
+    section = settings_of(path[1])
+    return path[2] in {each.name for each in fields(section)} and {str, tuple} <= set(section.kinds(path[2]))
 
 
 def _right(old: Any, value: Any) -> str:

@@ -121,6 +121,12 @@ class View:
         return self.number((*config, "eod_pad_length"), older_name)
 
     @cached_property
+    def masks_once(self) -> bool:
+        """Return whether Megatron's loader makes the masks of the first sample only, and keeps them for all others."""
+        keys = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return not any(self.flag((*LOADER, "config", key)) for key in keys)
+
+    @cached_property
     def batch(self) -> int:
         """Return the number of samples in a micro-batch of a data-parallel rank."""
         return self.number((*RUNNER, "batch_size"), 1)

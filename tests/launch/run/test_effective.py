@@ -1,6 +1,7 @@
 """These tests check which keys `--steps` changes, and how the number of conversations limits the steps of a run."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def test_samples_are_those_that_the_run_packs(folder, length):
     made = [{name: column.tolist() for name, column in maker.process(row).items()} for row in rows]
     packed = pack(made, True, length, 0, -100)
     found = conversations.samples(rows, length, Tokenizer.from_file(str(folder / "tokenizer.json")))
-    assert found == len(packed["input_ids"]) > 3
+    assert found == [len(ends) for ends in packed["actual_seq_len"]] and len(found) > 3
 
 
 def test_the_templates_are_mindformers():
@@ -211,10 +212,32 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
     assert "\n" not in str(error.value)
 
 
+def test_a_compressed_mask_has_room_for_the_conversations_of_each_sample_that_is_read(recipe):
+    """MindFormers ended the run in the step that reads the first larger sample."""
+    loader, mask = "train_dataset.data_loader", "create_compressed_eod_mask"
+    given = recipe(60, 30)
+    section = given["train_dataset"]["data_loader"]
+    section.update({mask: True, "compressed_eod_mask_length": 128})
+    for handler in section["handler"][:2]:
+        handler["seq_length"] = 1024
+    fitted_to_conversations(given, None)
+    section["compressed_eod_mask_length"] = 2
+    with pytest.raises(RecipeError, match=rf"{loader}\.compressed_eod_mask_length: the mask has room for 2 ") as error:
+        fitted_to_conversations(given, None)
+    assert f"a sample of {HELD_OUT}.data_path" in str(error.value)
+    given["plugins"]["held_out_loss"] = False
+    with pytest.raises(RecipeError, match=rf"a sample of {FILES} holds [0-9]+; write [0-9]+, or more") as error:
+        fitted_to_conversations(given, None)
+    section["compressed_eod_mask_length"] = int(re.search("write ([0-9]+)", str(error.value))[1])
+    fitted_to_conversations(given, None)
+    section[mask], section["compressed_eod_mask_length"] = False, 2
+    fitted_to_conversations(given, None)
+
+
 @pytest.mark.parametrize(("made", "advice"), [(3, "or --set runner_config.batch_size=1"), (1, "add conversations")])
 def test_the_batch_that_is_advised_fits_all_ranks(recipe, monkeypatch, made, advice):
     """A step of 2 ranks has 2 such batches: the number of all samples was advised, which makes too large a step."""
-    monkeypatch.setattr(effective, "count_samples", lambda *given: made if "mine" in str(given) else None)
+    monkeypatch.setattr(effective, "count_samples", lambda *given: [1] * made if "mine" in str(given) else None)
     given = recipe(2)
     given["use_parallel"] = True
     given["parallel_config"] = {**(given.get("parallel_config") or {}), "data_parallel": 2}

@@ -1,11 +1,19 @@
 """Files that a recipe names, and the dataset's index against the model."""
 
 import json
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from mindformers.dataset.blended_datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from mindformers.dataset.blended_datasets.gpt_dataset import GPTDataset
+from mindformers.dataset.dataloader.blended_megatron_dataloader import MegatronDatasetBuilder
 
+from plugins.attention_balance.samples import build_gpt_index, segments_of
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, put
 from tests.tools.check.test_mutations import ROOT, plain
@@ -13,7 +21,7 @@ from tools.accuracy.collectives import sharded_recipe
 from tools.accuracy.equivalence.strategies import one_worker
 from tools.check.check import check_recipe, require_sound
 from tools.data.index import IndexWriter
-from tools.recipe.load import load_recipe
+from tools.recipe.load import dotted, load_recipe
 
 MINI_FILE, MINI_TP2 = (ROOT / "recipes" / "mini" / name for name in ("pretrain.yaml", "pretrain_tp2.yaml"))
 MINI = plain(MINI_FILE)
@@ -89,6 +97,152 @@ def test_a_split_that_leaves_nothing_to_train(prefix, split, trains):
     assert ("train_dataset.data_loader.config.split" not in found) == trains
 
 
+@pytest.mark.parametrize(
+    ("split", "documents", "part"),
+    [
+        ("1, 1, 1", 1, "training"),
+        ("0.001, 0.999, 0", 40, "training"),
+        ("999, 1, 0", 40, "validation"),
+        ("969, 30, 1", 40, "test"),
+        ("969, 30, 1", 1000, None),
+        ("0.5, 0.5", 2, None),
+    ],
+)
+def test_a_part_of_the_split_without_a_document(tmp_path, split, documents, part):
+    """MindFormers adds up passes over the tokens of such a part, which are none, until there is one."""
+    key = "train_dataset.data_loader.config.split"
+    found = wrong(put(on(write(tmp_path / "data", [400] * documents)), (*LOADER, "config", "split"), split))
+    assert (f"the {part} part gets none of the {documents} documents" in found[key].wrong) if part else key not in found
+
+
+def test_keys_that_name_no_corpus_or_one_twice(prefix):
+    config = (*LOADER, "config")
+
+    def severities(**changes):
+        recipe = on(prefix)
+        for key, value in changes.items():
+            recipe = put(recipe, (*config, key), value)
+        return {key.removeprefix(f"{dotted(config)}."): each.severity for key, each in wrong(recipe).items()}
+
+    assert severities(data_path=None) == {"data_path": "error"}
+    assert severities(split=None) == {"split": "error"}
+    assert severities(train_data_path=["1", prefix]) == {"train_data_path": "error"}
+    assert severities(train_data_path=["1", prefix], data_path=None) == {"train_data_path": "error"}
+    assert severities(train_data_path=["1", prefix], data_path=None, split=None) == {"train_data_path": "warning"}
+    assert severities(valid_data_path=["1", prefix], data_path=None, split=None) == {"data_path": "error"}
+
+
+def test_the_tokens_of_a_corpus_of_another_program(prefix):
+    """Nothing beside the pair says which tokenizer made it."""
+    Path(f"{prefix}.json").unlink()
+    assert wrong(on(prefix)) == {}, "documents may end without an id that nothing reads"
+    key, masks = "train_dataset.data_loader.config.eod", (*LOADER, "config", "reset_position_ids")
+    found = wrong(put(on(prefix), masks, True))[key]
+    assert found.severity == "warning" and "16 of 16 documents" in found.wrong and "such as 1" in found.wrong
+    tokens = np.ones(400 * 40, np.uint16)
+    tokens[np.arange(2, 41) * 400 - 1] = 0
+    tokens.tofile(f"{prefix}.bin")
+    assert "1 of 16 documents" in wrong(put(on(prefix), masks, True))[key].wrong
+    tokens[[399, 7777]] = 0, 2048
+    tokens.tofile(f"{prefix}.bin")
+    found = wrong(put(on(prefix), masks, True))
+    assert found.keys() == {"model.model_config.vocab_size"}
+    assert "holds the token id 2048" in found["model.model_config.vocab_size"].wrong
+    assert wrong(put(put(on(prefix), masks, True), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces it"
+
+
+def served(recipe, kept=False):
+    """The samples of MindFormers' own data set of a recipe, whose order it keeps beside the corpus."""
+    config = recipe["train_dataset"]["data_loader"]["config"]
+    if not kept:
+        shutil.rmtree(config["data_path"][1], ignore_errors=True)
+    config = MegatronDatasetBuilder("GPTDataset", config).init_gpt_dataset_config()
+    return BlendedMegatronDatasetBuilder(GPTDataset, [80, 0, 0], lambda: True, config).build()[0]
+
+
+def test_the_order_that_is_kept_of_another_corpus(tmp_path):
+    """MindFormers finds it by the path of the corpus, and asks for nothing of the content."""
+    prefix, key = write(tmp_path / "data", [400] * 40), "train_dataset.data_loader.config.data_path"
+    recipe = on(prefix)
+    served(recipe, kept=True)
+    assert key not in wrong(recipe)
+    for lengths in ([300] * 40, [401] + [400] * 39, [400] * 39, [400] * 20 + [399, 401] + [400] * 18):
+        write(tmp_path / "data", lengths)
+        assert "keeps the order of samples of another corpus" in wrong(recipe)[key].wrong
+    write(tmp_path / "data", [500] * 40)
+    samples = served(recipe, kept=True)
+    with pytest.raises(IndexError, match="dimension is 228"):  # tokens of one sample and of what was a document's end
+        [samples[number] for number in range(80)]
+    shutil.rmtree(Path(prefix))
+    assert key not in wrong(recipe)
+    held_out = {"held_out_loss": {"data_path": write(tmp_path / "held", [400] * 40), "every": 10}}
+    served(on(str(tmp_path / "held")), kept=True)
+    write(tmp_path / "held", [300] * 40)
+    assert wrong(put(recipe, ("plugins",), held_out)).keys() == {"plugins.held_out_loss.data_path"}
+
+
+def test_a_padding_id_that_the_text_has(prefix):
+    """MindFormers changes the loss mask that it keeps for all samples, if it keeps one."""
+    tokens = np.ones(400 * 40, np.uint16)
+    tokens[::400] = 5
+    tokens.tofile(f"{prefix}.bin")
+    config, key = (*LOADER, "config"), "train_dataset.data_loader.config.pad"
+    padded = put(on(prefix), (*config, "pad"), 5)
+    samples = served(padded)
+    counted = [int(samples[number][2].sum()) for number in range(80)]
+    assert counted == sorted(counted, reverse=True) and counted[-1] < counted[0]
+    assert "the loss of all later samples" in wrong(padded)[key].wrong
+    for right in (put(padded, (*config, "eod_mask_loss"), True), put(padded, (*config, "pad"), 6)):
+        assert key not in wrong(right)
+        samples = served(right)
+        places = [np.flatnonzero(samples[number][2] == 0) for number in range(80)]
+        assert max(map(len, places)) <= 1, "of its own text only"
+
+
+@pytest.mark.parametrize(
+    ("pad", "eod", "changes", "severity"),
+    [
+        (-1, -1, {}, None),
+        (0, 7, {}, None),
+        (7, 7, {}, "error"),
+        (7, 7, {"reset_position_ids": True}, "error"),  # the end of a document becomes token 0
+        (0, 0, {}, "error"),  # the loss mask that all samples share
+        (0, 0, {"eod_mask_loss": True}, "warning"),
+    ],
+)
+def test_a_padding_id_that_ends_documents(pad, eod, changes, severity):
+    recipe = MINI
+    for key, value in {"pad": pad, "eod": eod, **changes}.items():
+        recipe = put(recipe, (*LOADER, "config", key), value)
+    finding = wrong(recipe).get("train_dataset.data_loader.config.pad")
+    assert (finding.severity if finding else None) == severity
+
+
+@pytest.mark.parametrize("reset", [None, "reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_a_compressed_mask_that_is_made_once(prefix, reset):
+    recipe, key = on(prefix), "train_dataset.data_loader.config.create_compressed_eod_mask"
+    for name in ("create_compressed_eod_mask", reset) if reset else ("create_compressed_eod_mask",):
+        recipe = put(recipe, (*LOADER, "config", name), True)
+    samples = served(recipe)
+    assert samples[0][4].shape == (128,)
+    with nullcontext() if reset else pytest.raises(AttributeError):
+        assert samples[1][4].shape == (128,)
+    found = [each.wrong for each in check_recipe(recipe).errors if each.key == key]
+    assert any("fails at the second sample" in each for each in found) == (reset is None)
+
+
+def test_held_out_data_is_checked_as_training_data_is(tmp_path, prefix):
+    other = write(tmp_path / "other", [400] * 40, vocabulary=5000, eod=3)
+    held_out = {"data_path": [prefix, other], "every": 10}
+    found = wrong(put(on(prefix), ("plugins",), {"held_out_loss": held_out}))
+    assert found.keys() == {"model.model_config.vocab_size", "train_dataset.data_loader.config.eod"}
+    with open(other + ".bin", "ab") as stream:
+        stream.write(b"xx")
+    assert wrong(put(on(prefix), ("plugins",), {"held_out_loss": held_out})).keys() == {
+        "plugins.held_out_loss.data_path"
+    }
+
+
 def test_a_vocabulary_larger_than_the_models(tmp_path):
     found = wrong(on(write(tmp_path / "data", [400] * 40, vocabulary=5000)))
     assert found["model.model_config.vocab_size"].severity == "error"
@@ -126,19 +280,49 @@ def test_a_truncated_pair(prefix):
     ],
 )
 def test_documents_of_a_compressed_mask(tmp_path, lengths, room, shared, severity):
-    recipe = on(write(tmp_path / "data", lengths))
-    for key in ("create_compressed_eod_mask", "reset_position_ids"):
-        recipe = put(recipe, (*LOADER, "config", key), True)
-    recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
-    recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
+    recipe = compressed(write(tmp_path / "data", lengths), room)
     if shared:
         recipe = put(put(recipe, ("use_parallel",), True), ("parallel", "parallel_mode"), 1)
     for key, value in shared.items():
         recipe = put(recipe, ("parallel_config", key), value)
+    finding = wrong(recipe).get(ROOM)
+    assert (finding.severity if finding else None) == severity
+
+
+def test_a_sample_may_hold_a_document_of_each_epoch(tmp_path):
+    lengths = [1] * 2 + [400] * 6
+    prefix = write(tmp_path / "data", lengths)
+    most = int(segments_of(build_gpt_index(np.array(lengths, np.int32), 2048, 81, 1234), 0, 80).counts().max())
+    assert most > len(lengths) + 1, "more than one epoch has"
+    said = wrong(compressed(prefix, most - 1))[ROOM]
+    enough = int(re.search("hold ([0-9]+)", said.wrong)[1])
+    assert said.severity == "warning" and enough >= most and ROOM not in wrong(compressed(prefix, enough))
+
+
+def test_only_documents_that_are_trained_on_count(tmp_path):
+    split, many = (*LOADER, "config", "split"), write(tmp_path / "many", [300] * 30 + [5] * 900)
+    assert wrong(compressed(many, 100))[ROOM].severity == "error", "141 on average"
+    assert ROOM not in wrong(put(compressed(many, 100), split, "0.033, 0.967, 0"))
+    few = write(tmp_path / "few", [5] * 900 + [300] * 90)
+    assert wrong(compressed(few, 100))[ROOM].severity == "warning"
+    assert wrong(put(compressed(few, 100), split, "0.9, 0.1, 0"))[ROOM].severity == "error"
+    sizes = "train_dataset.data_loader.sizes"
+    assert sizes not in wrong(on(many)) and wrong(put(on(many), split, "0.004, 0.996, 0"))[sizes].severity == "warning"
+
+
+ROOM = "train_dataset.data_loader.config.eod_pad_length"
+
+
+def compressed(prefix, room):
+    """A recipe with samples of 2,048 tokens, and a mask with room for `room` documents."""
+    recipe = on(prefix)
+    for key in ("create_compressed_eod_mask", "reset_position_ids"):
+        recipe = put(recipe, (*LOADER, "config", key), True)
+    recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
+    recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
     for path in ((*MODEL, "seq_length"), (*MODEL, "max_position_embeddings"), (*LOADER, "config", "seq_length")):
         recipe = put(recipe, path, 2048)
-    finding = wrong(recipe).get("train_dataset.data_loader.config.eod_pad_length")
-    assert (finding.severity if finding else None) == severity
+    return recipe
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tools.data.index import (
     IndexReader,
     IndexWriter,
     choose_dtype,
+    map_lengths,
     write_corpus,
     write_learnable,
 )
@@ -129,6 +130,23 @@ def test_a_broken_index_is_refused(tmp_path: Path, offset: int, value: bytes, wh
     spoil(tmp_path / "a.idx", offset, value)
     with pytest.raises(BrokenIndexError, match=why):
         IndexReader(tmp_path / "a")
+
+
+def test_documents_without_tokens_are_left_out(mindformers_index, tmp_path: Path) -> None:
+    """Megatron's preprocessing adds an empty text as a document without a sequence; MindFormers reads sequences."""
+    builder = mindformers_index.IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    for document in ([], DOCUMENTS[0], [], [], *DOCUMENTS[1:], []):
+        builder.add_document(np.array(document, np.uint16), [len(document)] if document else [])
+    builder.finalize(str(tmp_path / "a.idx"))
+    reader = IndexReader(tmp_path / "a")
+    assert [reader[number].tolist() for number in range(len(reader))] == DOCUMENTS
+    assert map_lengths(tmp_path / "a").tolist() == [len(document) for document in DOCUMENTS]
+    builder = mindformers_index.IndexedDatasetBuilder(str(tmp_path / "b.bin"), dtype=np.uint16)
+    builder.add_document(np.array([1, 2, 0, 0], np.uint16), [3, 1])
+    builder.add_document(np.array([], np.uint16), [])
+    builder.finalize(str(tmp_path / "b.idx"))
+    with pytest.raises(BrokenIndexError, match="one sequence for each document"):
+        IndexReader(tmp_path / "b")
 
 
 @pytest.mark.parametrize(("suffix", "keep"), [(".bin", -1), (".bin", 0), (".idx", -1), (".idx", 20), (".idx", 0)])

@@ -136,6 +136,18 @@ def test_accumulates_no_gradients():
     assert {callback.get("gradient_accumulation_steps", 1) for callback in mini["callbacks"]} == {1}
 
 
+def test_reads_its_corpus_whatever_the_recipe_says_of_another_one(tmp_path):
+    """A part of `split` has no document of a small corpus, and `pad` may be the end of its documents."""
+    recipe = load_recipe("recipes/telechat3_105b/context_32k.yaml")
+    config = recipe["train_dataset"]["data_loader"]["config"]
+    config.update(data_path=None, split=None, train_data_path=["1", "elsewhere"], eod=151643, pad=151643)
+    for mini in (derive_mini(recipe, str(tmp_path)), *ascend_minis(recipe, str(tmp_path), 2, [2]).values()):
+        small = mini["train_dataset"]["data_loader"]["config"]
+        assert [small[key] for key in ("data_path", "split", "eod", "pad")] == [["1", str(tmp_path)], "1, 0, 0", 0, -1]
+        assert "train_data_path" not in small
+        assert not [each for each in check_recipe(mini).errors if "data_loader" in each.key]
+
+
 def test_leaves_the_recipe_alone():
     recipe = load_recipe(SHIPPED)
     before = repr(recipe)

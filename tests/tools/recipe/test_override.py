@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 
 from plugins import ADAPTERS
 from plugins.errors import RecipeError
@@ -132,6 +133,7 @@ def test_a_plain_dict_keeps_its_shared_objects(recipe):
         ("callbacks.3.type=X", "its indices are 0 to 2"),
         ("callbacks.last.type=X", "its indices are 0 to 2, not 'last'"),
         ("callbacks.-1.type=X", "its indices are 0 to 2"),
+        ("callbacks.².type=X", "its indices are 0 to 2"),
         ("runner_config=3", "set its keys, for instance runner_config.batch_size=..."),
         ("seed={a: 1}", "seed is an integer (42), not a mapping"),
         ("seed=true", "seed must be an integer (now 42), but True is true or false"),
@@ -250,6 +252,22 @@ def test_a_mapping_adds_settings_to_a_plugin_that_is_written_or_off():
     for written in ({"skip": 1}, False):
         changed = apply_overrides(Recipe({"plugins": {"spike_guard": written}}), ["plugins.spike_guard={window: 9}"])
         assert changed["plugins"]["spike_guard"] == {**(written or {}), "window": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("held_out_loss.data_path", ("a", ["a", "b"])), ("ep_overlap.chunks", ("auto", [2, 2]))],
+)
+def test_a_setting_may_be_text_as_well_as_a_list(name, values):
+    plugin, setting = name.split(".")
+    for old, new in (values, values[::-1]):
+        written = {"plugins": {plugin: {setting: old}}}
+        changed = apply_overrides(Recipe(written), [f"plugins.{name}={yaml.safe_dump(new, default_flow_style=True)}"])
+        assert changed["plugins"][plugin][setting] == new
+    with pytest.raises(RecipeError, match="must be text"):
+        apply_overrides(
+            Recipe({"plugins": {"hierarchical_ep": {"mode": "auto"}}}), ["plugins.hierarchical_ep.mode=[1]"]
+        )
 
 
 def test_a_whole_list_and_an_entry_of_it_are_not_both_given(recipe):

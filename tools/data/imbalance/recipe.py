@@ -111,9 +111,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
             f"--window {layout.window}: the window is longer than the run, which has {layout.steps(samples):,} steps; "
             "give a smaller window"
         )
-    length = view.get((*CONFIG, "seq_length"))
-    if type(length) is not int or length < 1:
-        raise refusal(recipe, (*CONFIG, "seq_length"), f"{length!r} is not a length; write the tokens of a sample")
+    length = _length(view)
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
     ranks = view.cp if view.parallel and algorithm == "colossalai_cp" else 1
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
@@ -133,14 +131,26 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     )
 
 
+def _length(view: View) -> int:
+    """Return the number of tokens of a sample, which the model must read and context parallelism must divide."""
+    path, cp = (*CONFIG, "seq_length"), view.cp if view.parallel else 1
+    length = view.get(path)
+    if type(length) is not int or length < 1:
+        raise refusal(view.recipe, path, f"{length!r} is not a length; write the tokens of a sample")
+    if (read := view.number((*MODEL, "seq_length"), length)) != length:
+        raise refusal(view.recipe, path, f"the samples have {length} tokens, but the model reads {read}; write {read}")
+    if length % cp:
+        raise refusal(view.recipe, ("parallel_config", "context_parallel"), f"{cp} does not divide seq_length {length}")
+    return length
+
+
 def _notes(view: View, prefix: str | Path) -> list[str]:
     notes = []
     compressed = view.flag((*CONFIG, "create_compressed_eod_mask"))
-    resets = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    if compressed and not any(view.flag((*CONFIG, key)) for key in resets):
+    if compressed and view.masks_once:
         notes.append(
-            "with this recipe MindFormers serves the first sample's mask to all samples; these numbers are for right "
-            f"masks, which {dotted((*CONFIG, 'reset_position_ids'))}: True gives"
+            "with this recipe MindFormers' loader fails at the second sample; these numbers are for a recipe with "
+            f"{dotted((*CONFIG, 'reset_position_ids'))}: True"
         )
     if not compressed and not view.on_cpu:
         notes.append(

@@ -279,7 +279,10 @@ def test_why_costs_are_equal(overrides: list[str], why: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "word"),
     [
-        ([f"{CONFIG}.create_compressed_eod_mask=True", f"{CONFIG}.reset_position_ids=False"], "first sample's mask"),
+        (
+            [f"{CONFIG}.create_compressed_eod_mask=True", f"{CONFIG}.reset_position_ids=False"],
+            "fails at the second sample",
+        ),
         ([f"{CONFIG}.data_path=['1', a, '3', b]"], "2 corpora (25 % of the samples from a, 75 % of"),
         ([f"{CONFIG}.data_path=[a, b, c]"], "blends 3 corpora; these"),
         (["context.device_target=Ascend"], "up to the attention kernel"),
@@ -289,7 +292,7 @@ def test_why_costs_are_equal(overrides: list[str], why: str) -> None:
     ],
 )
 def test_notes(prefix: str, overrides: list[str], word: str) -> None:
-    reset = [] if "first" in word else [APART]
+    reset = [] if "second" in word else [APART]
     assert any(word in note for note in setting_of(recipe_of(TWO_WORKERS, *reset, *overrides), prefix, None).notes)
     assert not any(word in note for note in setting_of(recipe_of(TWO_WORKERS, APART), prefix, None).notes)
 
@@ -316,6 +319,17 @@ def test_another_end_of_document_id_is_noted(tmp_path: Path) -> None:
 def test_recipes_that_cannot_be_computed_are_refused(prefix: str, overrides: list[str], word: str) -> None:
     with pytest.raises(RecipeError, match=word):
         imbalance(prefix, recipe_of(TWO_WORKERS, APART, *overrides))
+
+
+def test_samples_of_another_length_than_the_model_reads_or_ranks_divide_are_refused(prefix: str) -> None:
+    recipe = recipe_of(TWO_WORKERS, APART)
+    recipe["model"]["model_config"]["seq_length"] = 256
+    with pytest.raises(RecipeError, match=r"seq_length: the samples have 128 tokens, but the model reads 256"):
+        imbalance(prefix, recipe)
+    recipe = recipe_of(TWO_WORKERS, APART, "parallel.parallel_mode=1")
+    recipe["parallel_config"]["context_parallel"] = 3
+    with pytest.raises(RecipeError, match=r"context_parallel: 3 does not divide seq_length 128"):
+        imbalance(prefix, recipe)
 
 
 def test_a_split_that_rounds_to_no_document_is_refused(tmp_path: Path) -> None:
