@@ -203,6 +203,8 @@ def test_request_of_a_recipe():
     del recipe["context"]["max_device_memory"]
     assert request_of(recipe, "atlas_800t_a2").cap == pytest.approx(0.9 * 64e9)
     assert request_of(recipe, "atlas_800t_a2", memory_gib=30).cap == 30 * GIB
+    asked = request_of(recipe, "atlas_800t_a2", memory_gib=30, reserve=2 * GIB)
+    assert asked.cap == 28 * GIB and asked.site.memory == 30 * GIB  # MindSpore's limit is that of the whole job
 
 
 # heads of 64 + 64 numbers for queries and keys, 128 for values
