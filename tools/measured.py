@@ -300,6 +300,13 @@ class MemoryTerms:
     reserve_bytes: float
     error: float
 
+    @property
+    def reserve(self) -> float:
+        """Return the bytes beside the model for predictions without the factors. A reserve below 0 only makes up for
+        factors that are too large, and is none.
+        """
+        return max(0.0, self.reserve_bytes)
+
 
 AS_MODELLED = MemoryTerms(1.0, 1.0, 0.0, 0.0)
 
@@ -348,16 +355,16 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 
 def memory_in_words(bundle: Bundle) -> str:
-    """Return a sentence that names the measured terms of memory in a bundle. Commands that predict another layout than
-    the measured layout do not use the measured terms, and print this sentence instead.
+    """Return a sentence about the measured terms of memory in a bundle, for commands that predict other layouts than
+    the measured one. They use the reserve, which does not depend on the layout, and not the measured factors.
     """
     terms = measured_memory(bundle)
     if terms is None:
         return "memory is as modelled: the bundle has no measured memory"
     return (
-        f"memory is as modelled, without the bundle's measured terms (activations x {terms.activations:.2f}, buffers "
-        f"x {terms.buffers:.2f}, {terms.reserve_bytes / GIB:.2f} GiB beside the model): they were measured on the "
-        "recipe's own layout; --memory and --memory-margin leave more room"
+        f"memory: {terms.reserve / GIB:.2f} GiB of a device's limit were measured to be in use beside the model; the "
+        f"bundle's factors (activations x {terms.activations:.2f}, buffers x {terms.buffers:.2f}) are not used, as "
+        "they were measured on the recipe's own layout; --memory and --memory-margin leave more room"
     )
 
 

@@ -388,9 +388,7 @@ def memory(
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
     if limit is not None:
         room = dataclasses.replace(room, source="--limit")
-    if terms.reserve_bytes:
-        words = f"{room.source}, less {terms.reserve_bytes / GIB:.2f} GiB measured beside the model"
-        room = dataclasses.replace(room, cap=room.cap - terms.reserve_bytes, source=words)
+    room = room.less(terms.reserve_bytes)
     every = [applied(one, terms) for one in all_stages(config)]
     asked = loads_of(loads, config) if loads is not None else None
     report, line = _report(config, times, room, stage, asked, every, measured is not None)

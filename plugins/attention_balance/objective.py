@@ -165,7 +165,8 @@ def objective_of(
             "parallel_config.expert_parallel: an EP group must consist of whole data-parallel ranks, or be an equal "
             f"part of one rank, but {expert_parallel} devices are neither: a data-parallel rank has "
             f"context_parallel {context_parallel} x model_parallel {tensor_parallel} devices, and data_parallel is "
-            f"{data_parallel}; write a divisor or multiple of {devices} that divides {data_parallel * devices}"
+            f"{data_parallel}; write a divisor or multiple of {devices} that divides {data_parallel * devices} and the "
+            "number of experts"
         )
     return Objective(together, pipeline_stages, 1 / (3.0 + recomputed))
 

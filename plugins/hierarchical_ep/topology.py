@@ -8,6 +8,7 @@ devices_per_node + local. MindFormers calls the number of nodes `oep` (outer exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,33 +115,41 @@ class Topology:
         return node[:, None] == node[None, :]
 
 
-def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
+def of_mesh(ep: int, devices_per_node: int, experts: int, ranks: int = 0) -> Topology:
     """Return the topology of an EP group of `ep` consecutive ranks on nodes of `devices_per_node` devices.
 
     Args:
         ep: ranks of the EP group (`expert_parallel`).
         devices_per_node: the number of devices of a node, including those of other EP groups.
         experts: routed experts of the model.
+        ranks: the number of ranks that share experts, which other degrees must divide; 0: it is unknown.
 
     Raises RecipeError where EP groups would not cover whole machines, or would straddle two of them.
     """
     for name, value in (("expert_parallel", ep), ("devices_per_node", devices_per_node)):
         if value < 1:
             raise RecipeError(f"hierarchical_ep: {name} is {value}; it must be 1 or more")
-    if ep > devices_per_node and ep % devices_per_node:
-        below = ep // devices_per_node * devices_per_node
-        raise RecipeError(
-            f"{ep} is not a multiple of the {devices_per_node} devices of a node; write {below} or "
-            f"{below + devices_per_node}",
-            "parallel_config.expert_parallel",
+    if ep % devices_per_node and devices_per_node % ep:
+        wrong = (
+            f"is not a multiple of the {devices_per_node} devices of a node"
+            if ep > devices_per_node
+            else f"does not divide the {devices_per_node} devices of a node, so some EP groups would lie on two nodes"
         )
-    if ep < devices_per_node and devices_per_node % ep:
-        divisors = [d for d in range(1, devices_per_node + 1) if devices_per_node % d == 0]
-        raise RecipeError(
-            f"{ep} does not divide the {devices_per_node} devices of a node, so some EP groups would lie on two nodes; "
-            f"write one of {divisors}",
-            "parallel_config.expert_parallel",
-        )
+        near = nearest(ep, degrees_of(devices_per_node, experts, ranks)) or "1, for no other degree fits"
+        raise RecipeError(f"{ep} {wrong}; write {near}", "parallel_config.expert_parallel")
     if ep > devices_per_node:
         return Topology(ep // devices_per_node, devices_per_node, experts)
     return Topology(1, ep, experts)
+
+
+def degrees_of(devices_per_node: int, experts: int, ranks: int = 0) -> list[int]:
+    """Return the EP degrees above 1 that divide the experts and, if their number is known, the ranks that share them,
+    and whose EP groups cover whole nodes or divide a node evenly.
+    """
+    divisors = [ep for ep in range(2, experts + 1) if experts % ep == 0 and ranks % ep == 0]
+    return [ep for ep in divisors if ep % devices_per_node == 0 or devices_per_node % ep == 0]
+
+
+def nearest(ep: int, degrees: Sequence[int]) -> str:
+    """Return the two degrees that are nearest to `ep` as text, such as ``8 or 16``; return "" if there are none."""
+    return " or ".join(map(str, sorted(sorted(degrees, key=lambda degree: abs(degree - ep))[:2])))

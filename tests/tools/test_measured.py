@@ -182,6 +182,11 @@ def test_a_host_that_is_called_like_a_key_renames_no_key():
     assert texts["cluster.yaml"] == f"memory: 3 # of {names['memory']}\n"
 
 
+def test_a_reserve_below_zero_adds_no_memory_where_its_factors_are_not_used():
+    """The fit of a run may have too large factors and a reserve that makes up for them."""
+    assert MemoryTerms(1.2, 1.0, -3e9, 0.0).reserve == 0 and MemoryTerms(0.9, 1.0, 3e9, 0.0).reserve == 3e9
+
+
 def test_measured_factors_change_what_they_name():
     stage = all_stages(from_recipe(load_recipe(RECIPE)))[0]
     found = applied(stage, MemoryTerms(2.0, 3.0, 1e9, 0.0))

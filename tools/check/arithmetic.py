@@ -189,9 +189,10 @@ def _nodes(view: View, built: Built, found: Findings) -> None:
             wrong,
             f"write a divisor of {node}, because tensor parallelism communicates in every layer",
         )
-    if built.number("num_moe_experts") and view.ep > node and view.ep % node:
+    if (experts := built.number("num_moe_experts")) and view.ep > node and view.ep % node:
         wrong = f"an expert group of {view.ep} devices does not fill a whole number of nodes of {node} devices"
-        found.warning((*PARALLEL, "expert_parallel"), wrong, f"write a divisor or a multiple of {node}")
+        right = f"write a divisor of the {experts} experts that also is a divisor or a multiple of {node}"
+        found.warning((*PARALLEL, "expert_parallel"), wrong, right)
 
 
 def _batches(view: View, found: Findings) -> None:

@@ -6,11 +6,12 @@ import math
 from dataclasses import replace
 
 from plugins.errors import RecipeError
-from tools.estimate.configuration import weight_copies, weight_shards
+from tools.estimate.configuration import Configuration, weight_copies, weight_shards
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import counted_weights
 from tools.estimate.muon import orthogonal
 from tools.hardware.units import short_dtype
+from tools.model import Weight
 from tools.recipe.findings import Findings
 from tools.recipe.view import MODEL, RUNNER, View
 from tools.schema.converter import Built
@@ -92,21 +93,30 @@ def _muon_shards(view: View, found: Findings) -> None:
         config = from_recipe(view.recipe)
     except RecipeError:
         return  # other rules say why
-    every = replace(config, shard_threshold=0)
-    held = (weight for stage in range(config.pp) for weight, _ in counted_weights(config, stage))
-    for weight in dict.fromkeys(each for each in held if orthogonal(each, config)):
-        if weight.split == "experts":
-            sharing = min(config.shard_size, weight_copies(weight, config))
-            if config.model.experts % (config.ep * sharing):
-                own = config.model.experts // config.ep
-                wrong = f"the {own} experts of a rank cannot be divided over {sharing} shards without cutting an expert"
-                found.error(
-                    (*_SHARDS, "optimizer_weight_shard_size"), wrong, f"write a divisor of {own}", rule="muon_experts"
-                )
-        elif weight_shards(weight, every) > weight_shards(weight, config):
-            wrong = (
-                f"MindSpore does not shard the matrix {weight.name} [{weight.rows}, {weight.columns}], which is below "
-                "this threshold, but Muon would gather it as if it were a shard, and compute too small an update"
+    for weight in _matrices(config):
+        sharing = min(config.shard_size, weight_copies(weight, config))
+        if weight.split == "experts" and config.model.experts % (config.ep * sharing):
+            own = config.model.experts // config.ep
+            wrong = f"the {own} experts of a rank cannot be divided over {sharing} shards without cutting an expert"
+            found.error(
+                (*_SHARDS, "optimizer_weight_shard_size"), wrong, f"write a divisor of {own}", rule="muon_experts"
             )
-            found.error((*_SHARDS, "parallel_optimizer_threshold"), wrong, "write 0", rule="muon_threshold")
-            return
+    if whole := left_whole(config):
+        wrong = (
+            f"MindSpore does not shard the matrix {whole.name} [{whole.rows}, {whole.columns}], which is below "
+            "this threshold, but Muon would gather it as if it were a shard, and compute too small an update"
+        )
+        found.error((*_SHARDS, "parallel_optimizer_threshold"), wrong, "write 0", rule="muon_threshold")
+
+
+def _matrices(config: Configuration) -> list[Weight]:
+    """Return the different matrices that Muon updates in a run."""
+    held = (weight for stage in range(config.pp) for weight, _ in counted_weights(config, stage))
+    return list(dict.fromkeys(each for each in held if orthogonal(each, config)))
+
+
+def left_whole(config: Configuration) -> Weight | None:
+    """Return a matrix that Muon takes for a shard, although it is too small for MindSpore to shard it, or None."""
+    every = replace(config, shard_threshold=0)
+    others = (weight for weight in _matrices(config) if weight.split != "experts")
+    return next((one for one in others if weight_shards(one, every) > weight_shards(one, config)), None)

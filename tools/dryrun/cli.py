@@ -149,7 +149,7 @@ def dryrun(
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
-    reserve = require_memory(measured, recipe, partial(click.echo, err=True)).reserve_bytes if measured else 0
+    reserve = require_memory(measured, recipe, partial(click.echo, err=True)).reserve if measured else 0
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]

@@ -8,6 +8,7 @@ fastest mode and the fastest chunks replace this value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from plugins.ep_overlap.plan import DIGITS, Choice, Chunks
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import MODES
-from plugins.hierarchical_ep.topology import DEVICES_PER_NODE, Topology, of_mesh
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE, Topology, degrees_of, nearest, of_mesh
 from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, check_routing
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
@@ -30,7 +31,7 @@ from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.layout.offsets import Values, even_layout
 from tools.model import MOE, model_of
-from tools.recipe.findings import refusal
+from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe, dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
@@ -57,37 +58,33 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         )
     if not view.flag(("use_parallel",)):
         raise refusal(recipe, ("use_parallel",), "a single device has nobody to send tokens to; set the key to True")
+    node = hardware.devices_per_node
+    if (written := built.number("npu_nums_per_device", DEVICES_PER_NODE)) != node:
+        text = f"{written}, but a node of {hardware.name} has {node} devices; set it to that"
+        raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
+    ranks = view.dp * view.tp
+    able = degrees_of(node, experts, ranks)
     if view.ep == 1:
-        able = _degrees(view, experts)
-        none = f"no other degree divides both {experts} experts and data_parallel x model_parallel"
+        none = f"no other degree fits {experts} experts, nodes of {node} devices and data_parallel x model_parallel"
         right = f"{none} = {view.dp} x {view.tp}; give more ranks or experts"
         right = f"try --ep {max(degree for degree in able if degree in (*range(17), able[0]))}" if able else right
         raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; {right}")
     if experts % view.ep:
-        degrees = _degrees(view, experts) or [degree for degree in range(2, experts + 1) if experts % degree == 0]
-        near = min(degrees, key=lambda degree: abs(degree - view.ep), default=None)
+        near = nearest(view.ep, able or degrees_of(node, experts))
         right = f"use a divisor, for instance {near}" if near else "give the model more experts"
         raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
-    if view.dp * view.tp % view.ep:
-        times = -(-view.dp * view.tp // view.ep)
-        while times * view.ep % view.tp:
-            times += 1
-        right = f"a divisor of {view.dp * view.tp}, or data_parallel: {times * view.ep // view.tp}"
-        text = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}; use {right}"
-        raise refusal(recipe, path, text)
+    try:
+        of_mesh(view.ep, node, experts, ranks if able else 0)
+    except RecipeError as error:
+        raise in_file(recipe, error) from None
+    if ranks % view.ep:
+        dp = math.lcm(view.ep, view.tp) // view.tp
+        other = f"{nearest(view.ep, able)}, or " if able else ""
+        text = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}"
+        raise refusal(recipe, path, f"{text}; use {other}data_parallel: {-(-view.dp // dp) * dp}")
     if built.number("seq_length") % (view.tp * view.cp):
         text = f"{built.number('seq_length')} tokens cannot be divided over tp {view.tp} x cp {view.cp}"
         raise refusal(recipe, (*MODEL, "seq_length"), text)
-    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
-    if node != hardware.devices_per_node:
-        text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
-        raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
-
-
-def _degrees(view: View, experts: int) -> list[int]:
-    """Return the degrees above 1 that divide the experts and the ranks of a stage that may share them."""
-    ranks = view.dp * view.tp
-    return [degree for degree in range(2, min(experts, ranks) + 1) if experts % degree == 0 and ranks % degree == 0]
 
 
 def choices(recipe: Recipe, hardware: Hardware) -> tuple[Sequence[str], Sequence[Chunks]]:

@@ -228,6 +228,9 @@ class PathModel:
                 memory = np.zeros(self.shape)
                 memory[:, own] = parameters[:, None] + np.outer(activation, held)
                 self._add_row(-INFINITE, room - ends, memory, {self._excess: -1.0, **once})
+            if any(updated := [self.instance.types[t].updated for t, _ in self.instance.columns]):
+                room = self.instance.cap - np.broadcast_to(self.instance.updated, self.instance.stages)[stage]
+                self._add_row(-INFINITE, room, np.outer(updated, own), {self._excess: -1.0})
 
     def _steps(self, stage: int, own: np.ndarray) -> dict[int, float]:
         """Add a variable in {0, 1} for each step of the memory that a stage's layers need once (`Instance.more`): 1

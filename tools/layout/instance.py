@@ -56,7 +56,8 @@ class LayerType:
     gradients and optimizer state.
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
-    that a stage with such layers needs once; a stage with several types needs the largest.
+    that a stage with such layers needs once; a stage with several types needs the largest. `updated` is the memory of a
+    layer in the optimizer's update after the passes, which keeps no activations.
     """
 
     name: str
@@ -67,6 +68,7 @@ class LayerType:
     options: tuple[Option, ...]
     weight: float = 0.0
     buffers: float = 0.0
+    updated: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Instance:
     order: tuple[str, ...] = ()
     working: np.ndarray | float = 0.0  # [stages] what passes of work of no layer need, like `Option.working`
     kept: np.ndarray | float = 0.0  # [C] activation memory of a micro-batch in flight for work of no layer
+    updated: np.ndarray | float = 0.0  # [stages] memory of the optimizer's update without layers
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -268,7 +271,8 @@ class Instance:
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
         """Return the peak memory [N, stages] of N plans, which are given as an array [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
-        every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
+        costs = (*self.costs[2:], [self.types[t].updated for t, _ in self.columns])
+        every, kept, updated = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in costs)
         there = np.stack([plans[:, :, self.stage_of == s].any(axis=2) for s in range(self.stages)], axis=1)
         once = sum((there * more).max(axis=2) for more in self.more)
         parameters = every.reshape(shape).sum(axis=1) + self.least_static + once
@@ -276,7 +280,7 @@ class Instance:
         held = [
             (activation[:, :, s] @ peaks.T + self.kept_by_ends[s]).max(axis=1) for s, peaks in enumerate(self.peaks)
         ]
-        return parameters + np.array(held).T
+        return np.maximum(parameters + np.array(held).T, updated.reshape(shape).sum(axis=1) + self.updated)
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
         """Return for each plan whether all of its stages fit within the memory cap."""
@@ -389,10 +393,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a mapping of JSON, of which the parser would keep the last of two values in silence."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {next(key for key in keys if keys.count(key) > 1)!r} is written twice in one mapping"
-        )
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r} is written twice in one mapping")
     return found
 
 
@@ -403,10 +405,8 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
     if chunks == 1:
         return "1f1b"
     # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
-    if micro_batches % stages:
-        place.refuse(
-            f"because V is {chunks}, M must be a multiple of P, but {micro_batches} is not a multiple of {stages}"
-        )
+    if rest := micro_batches % stages and f"{micro_batches} is not a multiple of {stages}":
+        place.refuse(f"because V is {chunks}, M must be a multiple of P, but {rest}")
     try:
         check_schedule(name, stages, chunks, micro_batches)
     except RecipeError as error:

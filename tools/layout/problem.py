@@ -17,10 +17,11 @@ import numpy as np
 from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
-from tools.estimate.memory.model import buffers_of, static_memory
+from tools.estimate.memory.model import buffers_of, counted_weights, static_memory, update_gradients, updating
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
+from tools.model import Weight, weights
 from tools.pipeline.schedules import is_v_shaped
 
 OPTIONS = ("none", "communication", "select", "full")
@@ -100,6 +101,7 @@ def pipeline_instance(
     named = tuple((name, config.layers) for name in groups if name != NORMS)
     probe = replace(probe, recompute=replace(recompute, operators=named))
     static, parameters = _parameters(probe, kinds)
+    updated, each_updated = _updated(probe, kinds, cap_bytes)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
     tail = [times["head"]]
     if config.model.mtp:  # with what it repeats in its backward
@@ -119,6 +121,7 @@ def pipeline_instance(
             _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
             buffers_of(probe, [kind]) / GIB,
+            each_updated[kind] / GIB,
         )
         for kind in kinds
     )
@@ -143,6 +146,7 @@ def pipeline_instance(
         order=strongest_first(option.name for kind in types for option in kind.options),
         working=passes / GIB,
         kept=kept / GIB,
+        updated=updated / GIB,
     )
 
 
@@ -216,6 +220,35 @@ def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray
     """Return bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
     ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
     return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
+
+
+def _updated(config: Configuration, kinds: Sequence[str], cap: float) -> tuple[np.ndarray, dict[str, float]]:
+    """Return bytes in the optimizer's update, of which the instance knows only what is a sum over layers: [stages]
+    without any layer, and of a layer of each kind. What a stage with layers needs once for the largest of its weights,
+    and for buffers, is that of its ends or, where an empty stage has room for it too, at least that of one layer.
+    """
+    if not update_gradients(config, counted_weights(config, 0)):
+        return np.zeros(config.pp), dict.fromkeys(kinds, 0.0)
+
+    def summed(laid: Configuration, stage: int) -> np.ndarray:
+        divided = sum(size for size, _ in update_gradients(laid, counted_weights(laid, stage)))
+        return np.array([sum(static_memory(laid, stage)[:3]) + divided])
+
+    def once(counted: Iterable[tuple[Weight, int]], kinds: Iterable[str]) -> float:
+        return updating((0.0, size) for _, size in update_gradients(config, counted)) + buffers_of(config, kinds)
+
+    ends, each = by_layers(config, kinds, summed)
+    model, chunks, end = config.model, config.pp * config.chunks, _last_stage(config)
+    layer = min(once([(one, 1) for one in weights(model, kind, config.shared_whole)], [kind]) for kind in kinds)
+    found = np.zeros(config.pp)
+    for stage in range(config.pp):
+        counts = [0] * chunks
+        counts[0 if stage == end else -1] = model.layers  # all of them elsewhere, if there is another stage
+        empty = replace(config, layers=table_of(config, counts))
+        own = once(counted_weights(empty, stage), kinds if config.pp == 1 else ())
+        both = max(own, layer)
+        found[stage] = ends[stage, 0] + (both if ends[stage, 0] + both <= cap else own)
+    return found, {kind: float(value[0]) for kind, value in each.items()}
 
 
 def by_layers(

@@ -52,6 +52,7 @@ class StageCosts:
         ends = instance.by_stage(instance.ends.sum(axis=0)).reshape(instance.chunks, instance.stages)
         self.ends = ends.sum(axis=0)
         self.room = instance.cap + CAP_TOLERANCE - instance.least_static
+        self.update_room = np.broadcast_to(instance.cap + CAP_TOLERANCE - instance.updated, instance.stages)
         self._last = int(instance.stage_of[-1])
         self._known: dict[tuple[int, Stage], tuple[float, np.ndarray] | None] = {}
         self._prefix = np.array(
@@ -76,6 +77,8 @@ class StageCosts:
     def _least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
         counts = np.array(layers)
         room = self.room[stage] - float((counts @ self.parameters).sum())
+        if float((counts @ [kind.updated for kind in self.instance.types]).sum()) > self.update_room[stage]:
+            return None
         items = [(c, t, int(n)) for (c, t), n in np.ndenumerate(counts) if n]
         choices = [self._choices(stage, *item) for item in items]
         found: tuple[float, list[np.ndarray]] | None

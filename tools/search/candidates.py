@@ -31,10 +31,11 @@ from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.hierarchical_ep.plan import MODES
 from tools.check.arithmetic import without_copies
 from tools.check.groups import SIZES, splits_over
+from tools.check.muon import left_whole
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
-from tools.model import Model
+from tools.model import Model, Weight
 from tools.pipeline.schedules import can_run, is_v_shaped, scheduler_of
 from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
@@ -285,6 +286,8 @@ class _Axes:
                 "shard: Muon cuts matrices over optimizer_weight_shard_size of the data-parallel ranks, and no expert"
             )
             yield words, (self.along("shard") == 0) | self._whole_experts(request)
+            words = "shard: Muon takes a matrix below parallel_optimizer_threshold for a shard; write 0 to shard it"
+            yield words, (self.along("shard") == 0) | np.bool_(self._whole_matrices(request) is None)
 
     def _whole_experts(self, request: Request) -> np.ndarray:
         """Return where Muon's shards are at most the data-parallel ranks, and hold whole experts."""
@@ -292,6 +295,12 @@ class _Axes:
         sharing = np.minimum(size, self.mesh.dp * self.mesh.tp * self.mesh.cp // ep)
         fits = 1 < size <= self.mesh.dp
         return np.bool_(fits) & (request.base.model.experts % np.maximum(ep * sharing, 1) == 0)
+
+    def _whole_matrices(self, request: Request) -> Weight | None:
+        """Return a matrix that Muon takes for a shard where data-parallel ranks share the optimizer."""
+        dp, tp, _, cp = self.mesh
+        layers = ((request.base.model.layers,),)
+        return left_whole(replace(request.base, dp=dp, tp=tp, cp=cp, pp=1, ep=1, layers=layers, shard_optimizer=True))
 
     def _ramps(self, request: Request) -> np.ndarray:
         """Return where each stage of a growing batch has enough whole micro-batches, and fewer samples than all."""

@@ -83,9 +83,10 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The bundle's measured memory terms "
-        "are printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
-        "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that was measured beside "
+        "the model is taken from a device's limit. The bundle's factors of the memory model are printed but not used, because "
+        "they hold only for RECIPE's own layout. With --write the measured cluster is saved beside OVERLAY.yaml, as "
+        "OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
@@ -251,9 +252,10 @@ def space_command(
         sys.exit(0 if found.entries and not found.unverified else 1)
 
 
-def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[str, Any]) -> str:
-    """Return the cluster's name or file. The cluster of --from or --measured is written to the temporary file `own`: it
-    gets its final name, `_kept`, together with the overlay, so that a search without a result leaves no file.
+def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[str, Any]) -> tuple[str, float]:
+    """Return the cluster's name or file, and the bytes that were measured beside the model. The cluster of --from or
+    --measured is written to the temporary file `own`: it gets its final name, `_kept`, together with the overlay, so
+    that a search without a result leaves no file.
     """
     measured, bundle, kept = options["measured"], options["bundle"], _kept(options)
     if bundle is not None and (measured is not None or cluster_name is not None):
@@ -261,20 +263,22 @@ def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[st
             "--measured already gives the cluster; leave out --cluster and --from, or leave out --measured"
         )
     if measured is None and bundle is None:
-        return DEFAULT_HARDWARE if cluster_name is None else cluster_name
-    from tools.measured import measured_cluster, memory_in_words, origin, read_bundle
+        return DEFAULT_HARDWARE if cluster_name is None else cluster_name, 0.0
+    from tools.measured import AS_MODELLED, measured_cluster, measured_memory, memory_in_words, origin, read_bundle
     from tools.search.measured import cluster_from
 
     keep_existing("--write", kept, options["force"])
+    terms = AS_MODELLED
     if bundle is not None:
         found = read_bundle(bundle, recipe)
         text, words = measured_cluster(found), f"{origin(found)}\n{memory_in_words(found)}"
+        terms = measured_memory(found) or terms
     else:
         name = kept.name.split(".")[0] if kept else "calibrated"
         text, words = cluster_from(measured, recipe, cluster_name, name)
     write_atomically(own, text)
     click.echo(words, err=True)
-    return str(own)
+    return str(own), terms.reserve
 
 
 def _check_name(overlay: Path) -> None:
@@ -352,9 +356,8 @@ def _asked(
             "and run tc3 dryrun on the file"
         )
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(
-        recipe, _cluster(path, cluster_name, own_cluster, options), *of_run, asked, options["memory_margin"]
-    )
+    name, reserve = _cluster(path, cluster_name, own_cluster, options)
+    request = request_of(recipe, name, *of_run, asked, options["memory_margin"], reserve)
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["loads"] is not None:

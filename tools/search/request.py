@@ -139,6 +139,7 @@ class Request:
     ulysses: int = 1
     limits: tuple[Limit, ...] = ()  # the user's
     hardware_file: str = DEFAULT_HARDWARE  # name or file of `hardware`, as a recipe names it
+    reserve: float = 0.0  # bytes that were measured beside the model, which `cap` is without
     own_cap: bool = True  # `cap` is the recipe's limit, or there is none: an overlay need not write it
     margin: float = 0.0  # share of `cap` that predictions must leave free, because they are off by as much
     swaps: bool = False  # the recipe moves activations to the host, which is not modelled
@@ -170,7 +171,7 @@ class Request:
     @property
     def site(self) -> Site:
         """Return the cluster as a `Site`, which is the form that the functions for writing child recipes need."""
-        return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
+        return Site(self.node, self.hardware_file, None if self.own_cap else self.cap + self.reserve)
 
     def skew(self, ep: int) -> float:
         """Return the assumed ratio of the fullest device's load to the mean load in an expert-parallel group of `ep`
@@ -192,16 +193,18 @@ def request_of(
     memory_gib: float | None = None,
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
+    reserve: float = 0.0,
 ) -> Request:
     """Return the search request for a recipe. For an argument that is None, use the recipe's own value; for `margin`,
-    use the estimator's known error.
+    use the estimator's known error. `reserve` is the bytes of a device that were measured beside the model.
 
     Raises:
         RecipeError: the recipe does not describe a run, or the cluster is unknown.
     """
     hardware = cluster(cluster_name)
     try:  # an open layout for which there is no file yet is even, for the search places layers itself
-        base, room = from_recipe(resolve(recipe, layout="found")), room_of(recipe, hardware, memory_gib, margin)
+        base = from_recipe(resolve(recipe, layout="found"))
+        room = room_of(recipe, hardware, memory_gib, margin).less(reserve)
         require_step_time(base)
     except RecipeError as error:
         raise in_file(recipe, error) from None
@@ -216,6 +219,7 @@ def request_of(
         cap=room.cap,
         cap_source=room.source,
         margin=room.margin,
+        reserve=reserve,
         flash=convert(view, load_schema()).fields.get("use_flash_attention") is True,
         ulysses=view.number(DEGREE, 1),
         limits=limits,

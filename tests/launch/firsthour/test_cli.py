@@ -242,7 +242,7 @@ def test_search_takes_the_measured_cluster(hour, monkeypatch):
         pass
 
     def stop(recipe, request, times, *rest, **more):
-        raise Seen(request.hardware.efficiency["matmul"])
+        raise Seen(request.hardware.efficiency["matmul"], request)
 
     asked = command._asked
 
@@ -254,8 +254,10 @@ def test_search_takes_the_measured_cluster(hour, monkeypatch):
     done = CliRunner().invoke(tc3, ["search", str(R438), "--measured", str(hour[0] / "b.zip")])
     assert isinstance(done.exception, Seen)
     assert done.exception.args[0] == pytest.approx(0.55, rel=0.01)
-    assert "memory is as modelled, without the bundle's measured terms (activations x 1.00" in done.stderr
-    assert "2.00 GiB beside the model)" in done.stderr
+    assert "factors (activations x 1.00, buffers x 1.00) are not used" in done.stderr
+    found = done.exception.args[1]
+    assert found.cap == pytest.approx((45 - 2.0) * 2**30, rel=1e-6) and found.site.memory is None
+    assert found.cap_source == "context.max_device_memory of the recipe, less 2.00 GiB measured beside the model"
 
 
 def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):

@@ -1,5 +1,7 @@
 """Advice: sizes from the recipes, facts that hold whatever the assumed numbers are, and refusals."""
 
+import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from tools.estimate.loads import EVEN, uniform
 from tools.estimate.time_model import TimeModel
 from tools.experts.cost import content
 from tools.hardware import load_hardware
-from tools.layout.advise import advise
+from tools.layout.advise import advise, check
 from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -141,13 +143,14 @@ def test_the_recipe_as_it_is_written_is_among_the_answers():
     ("model", "overrides", "words"),
     [
         ("438b", [ep(1)], ["expert_parallel", "no token", "--ep 16"]),
-        ("105b", [ep(128), "parallel_config.data_parallel=16"], ["expert_parallel: 128", "192 experts", "instance 64"]),
-        ("105b", [ep(5), "parallel_config.data_parallel=1", *TP1], ["192 experts", "instance 4"]),
+        ("105b", [ep(128), "parallel_config.data_parallel=16"], ["expert_parallel: 128", "192 experts", "32 or 64"]),
+        ("105b", [ep(5), "parallel_config.data_parallel=1", *TP1], ["192 experts", "2 or 4"]),
         ("105b", [ep(1), "parallel_config.data_parallel=1", *TP1], ["no token", "no other degree", "1 x 1; give more"]),
-        ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["--ep 3"]),
+        ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["no other degree fits 192 experts"]),
         ("105b", [ep(2), *ONE], ["2 does not divide 1 experts", "more experts"]),
         ("105b", [ep(64)], ["expert_parallel: 64", "4 x 8", "data_parallel: 8"]),
-        ("105b", [ep(12)], ["data_parallel: 6"]),
+        ("105b", [ep(12)], ["12 is not a multiple of the 8 devices of a node; write 8 or 16"]),
+        ("105b", [ep(24)], ["24 does not divide data_parallel x model_parallel = 4 x 8; use 16 or 32, or data_par"]),
         ("105b", [ep(24), "parallel_config.data_parallel=9"], []),
         ("438b", ["use_parallel=False"], ["use_parallel"]),
         ("438b", ["model.model_config.n_routed_experts=0"], ["n_routed_experts", "no routed experts"]),
@@ -162,6 +165,20 @@ def test_refusals(model, overrides, words):
         advise(recipe(model, *overrides), A2)
     for word in ["recipes", *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", [6, 40, 48, 192])
+def test_a_degree_that_a_refusal_names_is_not_refused(experts):
+    """A group of 12 devices divides 24 experts, but lies on one node and a half."""
+    dp = "parallel_config.data_parallel"
+    for degree, ranks in itertools.product((1, 3, 5, 12, 20, 24, 64), (1, 3, 6, 10, 16)):
+        own = recipe("105b", f"model.model_config.n_routed_experts={experts}", f"{dp}={ranks}")
+        try:
+            check(apply_overrides(own, [ep(degree)]), A2)
+        except RecipeError as error:
+            right = str(error).rsplit("; ", 1)[1].split("no other degree")[0]
+            for of_dp, number in re.findall(r"(data_parallel: )?\b(\d+)", right):
+                check(apply_overrides(own, [f"{dp}={number}", ep(degree)] if of_dp else [ep(number)]), A2)
 
 
 def test_a_slowest_stage_without_experts_exposes_nothing():

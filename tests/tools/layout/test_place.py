@@ -13,7 +13,7 @@ from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.activations import mtp_option
-from tools.estimate.memory.model import all_stages, layer_options, peak_memory
+from tools.estimate.memory.model import all_stages, layer_options, peak_memory, stage_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout import place as layout_place
@@ -248,6 +248,36 @@ def test_a_plan_over_the_cap_by_the_memory_model_is_named(monkeypatch):
     found = place(config, TIMES, cap, Budget(0.1))
     assert found.configuration is None and len(found.dropped) == 2
     assert "was dropped, because stage" in found.dropped[0] and "by the memory model" in found.dropped[0]
+
+
+def test_a_placement_keeps_the_cap_in_the_update():
+    """An unsharded optimizer divides all gradients after the passes, which takes more than recomputed activations did.
+    The head takes the time of several layers, so that layers move to the first stage.
+    """
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    sizes = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 151936}
+    sizes |= {"n_routed_experts": 160, "moe_intermediate_size": 1408, "moe_shared_expert_intermediate_size": 2816}
+    recipe["model"]["model_config"].update(sizes, seq_length=6144, num_nextn_predict_layers=0, offset=0)
+    recipe["parallel_config"].update(pipeline_stage=2, model_parallel=1, data_parallel=8, expert_parallel=4)
+    recipe["parallel_config"].update(micro_batch_num=6, context_parallel=2, use_seq_parallel=False)
+    recipe["parallel"]["enable_parallel_optimizer"] = False
+    recipe["runner_config"]["batch_size"] = 2
+    config = replace(from_recipe(recipe), recompute=Recompute())
+    cap, fitting, seconds = 55 * GIB, {}, []
+    for stage, count in itertools.product((0, 1), range(1, 24)):
+        layers = ((count, 24 - count),) if stage == 0 else ((24 - count, count),)
+        for full in range(count + 1):
+            own = replace(config, layers=layers, recompute=Recompute(full=((full, full),)))
+            if stage_memory(own, stage).peak <= cap:
+                fitting[stage, count] = full
+                break
+    for count in range(1, 24):
+        if (0, count) in fitting and (1, 24 - count) in fitting:
+            full = Recompute(full=((fitting[0, count], fitting[1, 24 - count]),))
+            one = replace(config, layers=((count, 24 - count),), recompute=full)
+            seconds.append(TIMES.step(one, simulated=True).total)
+    for found in (place(config, TIMES, cap, Budget(1.0)), screen(config, TIMES, cap)):
+        assert found.dropped == () and found.least_s <= found.step_s <= min(seconds) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 2), (4, 2)])

@@ -203,6 +203,8 @@ def test_request_of_a_recipe():
     del recipe["context"]["max_device_memory"]
     assert request_of(recipe, "atlas_800t_a2").cap == pytest.approx(0.9 * 64e9)
     assert request_of(recipe, "atlas_800t_a2", memory_gib=30).cap == 30 * GIB
+    asked = request_of(recipe, "atlas_800t_a2", memory_gib=30, reserve=2 * GIB)
+    assert asked.cap == 28 * GIB and asked.site.memory == 30 * GIB  # MindSpore's limit is that of the whole job
 
 
 # heads of 64 + 64 numbers for queries and keys, 128 for values
@@ -297,6 +299,24 @@ def test_muon_is_told_of_shards_that_dp_has_and_that_hold_whole_experts():
     assert any(each.shard != "none" for each in found) and any("Muon" in reason for reason in funnel.dropped)
     untold = replace(muon, base=replace(muon.base, shard_size=0))
     assert {each.shard for each in enumerated(untold)[0]} == {"none"}
+
+
+@pytest.mark.parametrize(("experts", "shards"), [(8, {"none"}), (192, {"none", "optimizer", "gradients"})])
+def test_muon_shards_no_small_matrix(experts, shards):
+    """A router of 8 x 1,536 float32 is below the 64 KiB from which MindSpore shards a matrix."""
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k_muon.yaml")
+    sizes = {"n_routed_experts": experts, "hidden_size": 1536}
+    recipe["model"]["model_config"].update(sizes)
+    recipe["parallel"]["enable_parallel_optimizer"] = False
+    limits = tuple(map(read_limit, ("tp=2", "cp=1", "vpp=1", "mbs=1", "ep=2,8", "recompute=full")))
+    asked = request_of(recipe, "atlas_800t_a2", devices=32, limits=limits)
+    found, _ = enumerated(asked)
+    assert {each.shard for each in found} == shards
+    for each in found:
+        assert not check_recipe(changed(recipe, configuration(asked, each))).errors
+    if len(shards) == 1:
+        sharded = configuration(asked, found[0]._replace(shard="optimizer"))
+        assert "router" in str(check_recipe(changed(recipe, sharded)).errors[0])
 
 
 def test_plugins_that_ask_something_of_a_layout_are_asked(tmp_path):

@@ -121,16 +121,24 @@ def update_memory(config: Configuration, stage: int) -> float:
     optimizer state and accumulated gradients. The result is 0 if gradients are not accumulated. The result is also 0
     for software other than MindFormers, which scales gradients in place.
     """
+    return updating(update_gradients(config, counted_weights(config, stage)))
+
+
+def update_gradients(config: Configuration, counted: Iterable[tuple[Weight, int]]) -> list[tuple[float, float]]:
+    """Return for the trained ones of some weights, which are given with their numbers, the bytes of the divided
+    gradients, and of an accumulated gradient, as `updating` takes them; return [] where the update makes no new
+    tensors.
+    """
     if not config.training_graph or _at_once(config):
-        return 0.0
+        return []
     copy = config.weight_item if config.shard_optimizer else _WIDE
     gradients = []
-    for weight, count in counted_weights(config, stage):
+    for weight, count in counted:
         local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
         if not weight.frozen:
             summed = local / (shards if config.shard_gradients else 1)
             gradients.append((count * local / shards * copy, summed * config.weight_item))
-    return updating(gradients)
+    return gradients
 
 
 def updating(gradients: Iterable[tuple[float, float]]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,13 @@ class Room:
         """Return the limit as text, such as ``51.4 GiB (55.5 less a margin of 7.4 %)``."""
         margin = f" ({self.cap / GIB:.1f} less a margin of {100 * self.margin:.1f} %)" if self.margin else ""
         return f"{self.bytes / GIB:.1f} GiB{margin}"
+
+    def less(self, reserve: float) -> Room:
+        """Return what is left if `reserve` measured bytes of a device are in use beside the model."""
+        if not reserve:
+            return self
+        words = f"{self.source}, less {reserve / GIB:.2f} GiB measured beside the model"
+        return replace(self, cap=self.cap - reserve, source=words)
 
 
 def room_of(

@@ -253,6 +253,10 @@ def _require_layout(made: Configuration, written: Mapping[str, Any], samples: in
         raise Unexpressed(f"tp {made.tp} does not divide {model.heads} heads")
     if model.experts and model.experts % made.ep:
         raise Unexpressed(f"ep {made.ep} does not divide {model.experts} experts")
+    if not made.layer_only and not model.latent and model.heads % model.kv_heads:
+        raise Unexpressed(f"kv_heads {model.kv_heads} does not divide {model.heads} heads")
+    if model.layers + 2 < made.pp * made.chunks:  # Megatron may place embedding and head like layers
+        raise Unexpressed(f"pp {made.pp} x vpp {made.chunks} are more chunks than {model.layers} layers")
     if devices and not made.layer_only and devices != made.devices:
         layout = f"dp {made.dp} x tp {made.tp} x pp {made.pp} x cp {made.cp}"
         raise Unexpressed(f"{layout} is {made.devices} devices, and the row has {devices}")
@@ -271,7 +275,8 @@ def _layout(
     config: Mapping[str, Any], group: str, known: str, assumed: list[str]
 ) -> tuple[Configuration, int, list[str]]:
     """Return dimensions or a model's name, with tp, pp, ... beside them."""
-    own = () if "model" in config else ("layers", "hidden", "heads", "vocab")
+    own: tuple[str, ...] = () if "model" in config else ("layers", "hidden", "heads", "vocab")
+    own += ("topk", "moe_ffn") if own and config.get("experts") else ()
     _need(config, *own, "seq", "gbs", "devices", "tp", "pp")
     model = public_model(str(config["model"])) if "model" in config else _dimensions(config, group)
     settings = settings_of(group, known)

@@ -270,7 +270,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
         more_memory(request, least),
         *_less_margin(request, least),
     ]
-    enough = least.peak <= (1 - request.margin) * request.hardware.hbm_bytes
+    enough = least.peak <= (1 - request.margin) * (request.hardware.hbm_bytes - request.reserve)
     near = [] if enough else _other_devices(request)
     return [*short, *_without_limits(request), *(near or _more_devices(request))]
 
@@ -279,7 +279,7 @@ def more_memory(request: Request, least: Ranked) -> str:
     """Return in words how much memory the run would need to be allowed so that at least one strategy fits, or that a
     device of the cluster has less memory than this.
     """
-    gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
+    gib = -(-(least.peak / (1 - request.margin) + request.reserve) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:
         return f"no --memory is enough: a device has {device:.1f} GiB; the least is {least.candidate.words}"
