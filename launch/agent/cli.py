@@ -108,7 +108,7 @@ class Start:
             check_load_path(self.recipe)
             return None
         resume, given = self.resume, self.otherwise
-        if given and self.leaves():
+        if given and not self._has_begun_from(given):
             resume = given  # other checkpoints are of a branch that this run leaves
         if resume == "auto":
             checkpoints.take_stock(self.run_dir, self.saves)
@@ -121,15 +121,20 @@ class Start:
         return self.chosen
 
     def leaves(self) -> bool:
-        """Return whether the user has named a checkpoint, and no attempt has been planned that goes on from it as the
-        user's.
+        """Return whether the user has named a checkpoint without `auto`, and no attempt has gone on from it yet, so
+        that the run leaves what it has saved after that checkpoint.
         """
-        given = self.otherwise or self.resume
-        if given in (None, "auto"):
-            return False
-        plans = (read(folder_of(self.run_dir, number) / PLAN, Plan) for number in numbers(self.run_dir))
-        begun = (plan.resume for plan in plans if plan and plan.branch and plan.resume)
-        return real_path(str(given)) not in map(real_path, begun)
+        return self.resume not in (None, "auto") and not self._has_begun_from(str(self.resume))
+
+    def _has_begun_from(self, given: str) -> bool:
+        """Return whether an attempt has been planned that goes on from the folder `given`; also if a plan cannot be
+        read, because what the run has saved since would be left behind.
+        """
+        files = [folder_of(self.run_dir, number) / PLAN for number in numbers(self.run_dir)]
+        plans = [read(file, Plan) for file in files]
+        if any(plan is None and file.exists() for file, plan in zip(files, plans, strict=True)):
+            return True
+        return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
         """Check the checkpoint from which an attempt continues, and return the recipe of the attempt."""
@@ -179,7 +184,9 @@ class Start:
     metavar="auto|DIR",
     help=(
         "auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
-        "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint."
+        "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint. "
+        "With DIR only, the run leaves what it has saved after DIR; the same command started again goes on from the "
+        "newest checkpoint."
     ),
 )
 @click.option(

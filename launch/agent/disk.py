@@ -135,8 +135,12 @@ class Disk:
 
         def clear() -> None:
             part = part_of(folder)
-            with suppress(FileNotFoundError):
+            try:
                 folder.rename(part)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                part = folder
             shutil.rmtree(part, ignore_errors=True)
             if self._room:
                 self._room.unlink(missing_ok=True)

@@ -58,7 +58,7 @@ from tools.runs.readings import Follower
 LOGS = "logs"
 PATIENCE = 600.0  # seconds, at every attempt, until too few hosts, or a host that is not fit, are given up
 BEAT = 1.0  # seconds between signs of life of who plans
-_END_OF_METRICS = 1 << 18  # bytes of a file in which the attempt that wrote last stands
+_ENDS_OF_METRICS = (1 << 14, 1 << 20)  # bytes of a file in which the attempt that wrote last stands; few lines are long
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
 Tick = Callable[[], None]
 
@@ -136,12 +136,18 @@ def next_number(run_dir: Path, saves: Path) -> int:
     `saves`, also if the folders of these attempts were removed: readers leave out what an attempt writes after a later
     one.
     """
-    known = [*numbers(run_dir), 0 if _is_folder(run_dir / LOGS) else -1]
+    return max(*numbers(run_dir), _written(run_dir, saves), -1) + 1
+
+
+def _written(run_dir: Path, saves: Path) -> int:
+    """Return the number of the newest attempt that has written logs, metrics or checkpoints; -1 if there is none."""
+    known = [0 if _is_folder(run_dir / LOGS) else -1]
     known += [number_of(made(folder).get("attempt")) for folder in iterations(saves)]
     known += [number_of(folder.name.removeprefix(SAVING)) for folder in saves.glob(f"{SAVING}*")]
     for file in (run_dir / "metrics").glob("*.jsonl"):
-        known += [number_of(record.get(OF)) for record in Follower(file, newest=_END_OF_METRICS).records()]
-    return max(known) + 1
+        ends = (list(Follower(file, newest=size).records()) for size in _ENDS_OF_METRICS)
+        known += [number_of(record.get(OF)) for record in next(filter(None, ends), [])]
+    return max(known)
 
 
 def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
@@ -353,10 +359,15 @@ def first_number(run_dir: Path, saves: Path) -> int:
     ended.
     """
     newest = newest_attempt(run_dir)
-    if newest is None:
-        return next_number(run_dir, saves)
-    # not by a second look at the folder: another agent may have begun the next attempt since the first one
-    return newest.number + bool(newest.verdict)
+    if newest and not (newest.verdict and newest.verdict.decision in FINAL):
+        return newest.number + bool(newest.verdict)
+    last = newest.number if newest else -1
+    written = _written(run_dir, saves)
+    if written <= last:
+        # not by a second look at the folder: another agent may have begun the next attempt since the first one
+        return last + 1
+    begun = newest_attempt(run_dir)  # by another agent while this one was reading, which wrote what was read
+    return begun.number + bool(begun.verdict) if begun and begun.number > last else written + 1
 
 
 def under_way(run_dir: Path) -> bool:

@@ -27,7 +27,7 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, RUNNER, View
 
 DIGESTS = "data.json"  # of a run's data, in its folder
+_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # from which a tokenizer is read
 SECTION = ("plugins", "spike_guard")
 SKIPPED = (*SECTION, "skipped")
 CONFIG = (*LOADER, "config")
@@ -210,7 +211,8 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
     stored = run_dir / DIGESTS
     try:
         before = json.loads(stored.read_text(encoding="utf-8"))
-        now = digests(recipe)
+        known = {Path(each["prefix"]).name for each in before}
+        now = [each for each in digests(recipe) if not _is_beside(Path(each["prefix"]).name, known)]
         if before and len(before) != len(now):  # a file was added to the tokenizer, or removed
             names = (", ".join(Path(each["prefix"]).name for each in every) for every in (before, now))
             return ["the files of the data and its tokenizer were {}, are now {}".format(*names)]
@@ -220,6 +222,11 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
         click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
         return []
+
+
+def _is_beside(name: str, known: Collection[str]) -> bool:
+    """Return whether a file that a tokenizer's folder did not hold is one from which no tokenizer is read."""
+    return name.startswith("tokenizer") and name not in {*_OF_TOKENIZERS, *known}
 
 
 def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:

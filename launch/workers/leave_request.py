@@ -34,6 +34,7 @@ AHEAD = 1.0  # seconds that a request may take until all ranks see it
 PATIENCE = 20.0  # seconds that ranks wait for each other, at the end of one step
 POLL = 0.05
 TAIL = 1 << 20  # bytes at the end of a metrics file: several steps of it, each with a digest of every sample
+RECENT = 32  # steps: an earlier one may have been much shorter, such as one of a smaller batch
 
 
 def environment(attempt: Path) -> dict[str, str]:
@@ -167,8 +168,10 @@ def _newest(metrics: Path, began: float, number: int) -> tuple[int, float, float
     steps = [(step, seconds) for step, seconds, of in found if of in (-1, number)]  # a late worker's are of another one
     if not steps:
         return None
+    steps = steps[-RECENT:]
     every = max((two[0] - one[0] for one, two in pairwise(steps)), default=0)
-    return steps[-1][0], made, min(seconds for _, seconds in steps), every if every > 0 else math.inf
+    shortest = min((seconds for _, seconds in steps if seconds > 0), default=0.0)  # a clock may have been set back
+    return steps[-1][0], made, shortest, every if every > 0 else math.inf
 
 
 def _record(line: bytes) -> tuple[int, float, int] | None:

@@ -185,6 +185,18 @@ def test_lines_with_the_digests_of_many_samples_are_read(attempt, tmp_path):
     assert request(tmp_path, attempt, [0]) == 8
 
 
+@pytest.mark.parametrize(("step", "seconds"), [(20, -0.3), (20, 0.02), (99, -0.3)])
+def test_a_step_that_was_much_shorter_long_ago_does_not_count(attempt, tmp_path, step, seconds):
+    """A clock was set back, or the batch has grown: the run was to save a thousand steps later, and was killed."""
+    stepped(tmp_path, 0, range(1, 101), 8.0, 2.0)
+    file = tmp_path / "metrics" / "rank_0.jsonl"
+    lines = file.read_text().splitlines()
+    lines[step] = json.dumps({"step": step, "seconds": seconds})
+    file.write_text("\n".join(lines) + "\n")
+    os.utime(file, (NOW - 2.0, NOW - 2.0))
+    assert request(tmp_path, attempt, [0]) == 101
+
+
 def test_where_not_every_step_is_recorded_the_others_may_have_been_made(attempt, tmp_path):
     stepped(tmp_path, 0, range(10, 60, 10), 1.0, 7.5)
     assert request(tmp_path, attempt, [0]) == 50 + 9

@@ -83,11 +83,16 @@ def refuse_busy(folder: Path, busy: Busy) -> None:
 
 def is_left(folder: Path) -> bool:
     """Return whether a command of this host has written that it holds the lock of a folder, and its process is no more;
-    False if several commands held the lock, or a command of another host.
+    False if several commands held the lock, or a command of another host, or if the lock is held, as by a process of a
+    container that has this host's name and numbers of processes of its own.
     """
     try:
-        pid, _, host = (folder / LOCK).read_text(encoding="utf-8").strip().partition(" ")
-        return host == socket.gethostname() and not psutil.pid_exists(int(pid))
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            pid, _, host = lock.read().strip().partition(" ")
+            if host != socket.gethostname() or psutil.pid_exists(int(pid)):
+                return False
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and released when the file is closed
+            return True
     except (OSError, ValueError):
         return False
 

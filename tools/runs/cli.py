@@ -383,8 +383,8 @@ def watch_command(
 ) -> None:
     """Show the progress of a run, on any machine that can read the run's folder.
 
-    Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up, was
-    left or is unfinished, 2 for a wrong input, 130 after Ctrl-C.
+    Exit codes: 0 if the run is done (with --once also if the run goes on), 1 if the run failed, was given up or was
+    left (with --once also if it is unfinished), 2 for a wrong input, 130 after Ctrl-C.
     """
     import sys
 

@@ -192,7 +192,7 @@ def _is_apart(frame: Frame) -> bool:
     """
     ends = [end for end in frame.attempt.ends.values() if not end.by] if frame.attempt else []
     latest = max((micro(end.time) for end in ends), default=NEVER) + _APART
-    if frame.attempt is None or len(ends) < len(frame.attempt.ends):
+    if frame.attempt is None or not frame.attempt.plan or len(ends) < len(frame.attempt.plan.hosts):
         latest = NEVER
     times = [(micro(part.moment or 0.0), micro(part["time"][-1])) for part in frame.parts]
     return any(begin < frame.begin - _APART or end > latest for begin, end in times)

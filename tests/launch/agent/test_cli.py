@@ -276,15 +276,20 @@ def test_a_job_that_leaves_a_branch_does_not_take_it_for_its_own(requeued, save)
     assert plan(str(old), "auto", number=0, again=False).path == old
 
 
-@pytest.mark.parametrize("more", [(), ("auto",)])
-def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeued, save, more):
+def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeued, save):
     """The attempt was without a verdict, so the run went on from the newest checkpoint, whatever --resume said."""
     plan, old, run_dir = requeued
     assert plan(str(old), number=0, again=False).path == old
     own, newer = save(run_dir / "checkpoint", 60), save(run_dir / "checkpoint", 70)
-    assert plan(str(old), *more).path == newer, "the same command as before goes on"
-    assert plan(str(own), *more, number=2).path == own
-    assert plan(str(own), *more, number=3).path == newer, "once"
+    assert plan(str(old)).path == newer, "the same command as before goes on"
+    assert plan(str(own), "auto").path == newer, "with auto, a folder is used until the run has a checkpoint"
+    file = folder_of(run_dir, 0) / "plan.json"
+    known = file.read_text()
+    file.write_text("{")
+    assert plan(str(own), number=2).path == newer, "it is unknown whether an attempt has gone on from it"
+    file.write_text(known)
+    assert plan(str(own), number=2).path == own
+    assert plan(str(own), number=3).path == newer, "once"
 
 
 def test_auto_alone_finds_what_the_run_began_from(requeued, capsys):

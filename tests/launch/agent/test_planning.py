@@ -250,6 +250,24 @@ def test_an_agent_joins_the_attempt_that_another_one_begins_while_it_looks(tmp_p
     assert first_number(tmp_path, tmp_path) == 4
 
 
+def test_an_agent_that_reads_what_an_attempt_wrote_meanwhile_joins_that_attempt(tmp_path, monkeypatch):
+    """It took the lines of the attempt that another agent had begun for those of one whose folder was removed."""
+    written = planning._written
+
+    def slow(*folders):
+        folder_of(tmp_path, 0).mkdir(parents=True)
+        monkeypatch.setattr(planning, "_written", written)
+        return 0
+
+    monkeypatch.setattr(planning, "_written", slow)
+    assert first_number(tmp_path, tmp_path) == 0
+    write(folder_of(tmp_path, 0) / planning.VERDICT, Verdict(1.0, "done", "trained"))
+    metrics = tmp_path / "metrics" / "rank_0.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 1, "attempt": "0007-a", "digests": "' + "0" * 20_000 + '"}\n')
+    assert first_number(tmp_path, tmp_path) == 8, "above those whose folders are not there, also after an end"
+
+
 def test_a_launch_counts_on_from_attempts_whose_folders_were_removed(run, tmp_path):
     """Its metrics were taken for lines of a late worker, and a checkpoint of the same step for a later one."""
     run.save(run.plan(run.agent(A), 4), 8)

@@ -87,6 +87,9 @@ def test_files_of_instructions_and_their_tokenizer_count(tmp_path):
     (folder / "tokenizer.json").write_text("tokenizer_json")
     (changed,) = data_digest.replaced(tmp_path, told)
     assert changed.startswith(f"{folder / 'tokenizer.json'} is not what it was: the")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json.orig").write_text("{}")
+    assert len(data_digest.replaced(tmp_path, told)) == 1, "no tokenizer is read from a copy"
     (folder / "tokenizer.json").unlink()  # it was said to be unknown whether anything had changed
     assert data_digest.replaced(tmp_path, told) == [
         "the files of the data and its tokenizer were a.jsonl, tokenizer.json, tokenizer_config.json, are now a.jsonl, "

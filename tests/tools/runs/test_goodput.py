@@ -65,6 +65,17 @@ def test_steps_belong_to_the_attempt_that_they_name_whatever_the_clocks_say(tmp_
     assert any("clocks of a host and of the disk differ" in note for note in found.notes) == bool(skew)
 
 
+def test_steps_after_the_end_of_another_host_say_nothing_of_clocks(tmp_path):
+    """One of two hosts was preempted; the other one, which writes the steps, was killed later, and told no end."""
+    write(folder_of(tmp_path, 0) / "plan.json", Plan(0, 1000.0, ["a", "b"], 1, "a", 9000, name="0000-a"))
+    metrics = empty(tmp_path)
+    append(metrics, {**header(20, 0), "time": 1001.0, "attempt": "0000-a"})
+    for at in range(1, 13):
+        append(metrics, {**builders.step(at), "time": 1000.0 + 10 * at, "seconds": 10.0, "attempt": "0000-a"})
+    write(folder_of(tmp_path, 0) / "end-b.json", End("b", 1105.0, "preempted", "step", 10, "notice"))
+    assert not any("clocks" in note for note in ledger(load_run(tmp_path)).notes)
+
+
 numbers = st.floats(0, 2000, allow_nan=False)
 
 
