@@ -407,13 +407,14 @@ def _optimizer_shard(view: View, found: Findings) -> None:
 def _schedule(view: View, found: Findings) -> None:
     """Check the warm-up of the learning rate against the steps of the schedule and of the run."""
     key = ("lr_schedule", "warmup_steps")
-    warmup, total = view.number(key, 0), view.number(("lr_schedule", "total_steps"), 0)
+    by_ratio = view.get(("lr_schedule", "warmup_ratio")) is not None  # which MindFormers takes in its place
+    warmup, total = 0 if by_ratio else view.number(key, 0), view.number(("lr_schedule", "total_steps"), 0)
     epochs = view.number(("runner_config", "epochs"), 1)
-    trained = scheduled(view.recipe, view.ramp, epochs * view.ramp.steps_of(view.samples))
+    trained = epochs * view.ramp.steps_of(view.samples)
     if 0 < total < warmup:
         wrong = f"the warm-up of {warmup} steps is longer than the {total} steps of the schedule"
         found.error(key, wrong, "write less than total_steps")
-    elif 0 < trained < warmup:
+    elif 0 < scheduled(view.recipe, view.ramp, trained) < warmup:
         wrong = f"the run ends after {trained} steps, within the warm-up of {warmup} steps"
         found.warning(key, wrong, f"write a smaller number, or more samples ({dotted(view.samples_key or ())})")
     rates = (("lr_schedule",), ("grouped_lr_schedule",), ("optimizer", "learning_rate"))

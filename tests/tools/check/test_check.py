@@ -132,6 +132,19 @@ def test_out_of_range(path, value):
     assert any(key.startswith(dotted(path)) for key in found), found
 
 
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    [
+        ({"warmup_steps": 301, "total_steps": 900}, "lr_schedule.warmup_steps"),  # of 300 steps that are trained
+        ({"warmup_steps": 301, "total_steps": 900, "warmup_ratio": 0.01}, None),  # MindFormers takes the ratio
+        ({"warmup_steps": 300, "total_steps": 900}, None),
+    ],
+)
+def test_a_run_that_ends_within_its_warm_up(schedule, key):
+    found = check_recipe(put(MINI, ("lr_schedule",), {**MINI["lr_schedule"], **schedule})).findings
+    assert next((each.key for each in found if "warm-up" in each.wrong), None) == key
+
+
 def test_degrees_that_multiply_to_no_cluster():
     recipe = put(put(SEMI, (*PARALLEL, "data_parallel"), 100_000), (*PARALLEL, "model_parallel"), 100_000)
     assert "out of range" in findings(recipe)["parallel_config"].wrong
