@@ -362,7 +362,8 @@ def memory_in_words(bundle: Bundle) -> str:
     if terms is None:
         return "memory is as modelled: the bundle has no measured memory"
     return (
-        f"memory: {terms.reserve / GIB:.2f} GiB of a device's limit were measured to be in use beside the model; the "
+        f"memory: {terms.reserve / GIB:.2f} GiB of a device's limit count as in use beside the model, as measured"
+        f"{' (a fitted value below 0 counts as none)' * (terms.reserve_bytes < 0)}; the "
         f"bundle's factors (activations x {terms.activations:.2f}, buffers x {terms.buffers:.2f}) are not used, as "
         "they were measured on the recipe's own layout; --memory and --memory-margin leave more room"
     )

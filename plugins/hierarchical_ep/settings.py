@@ -50,14 +50,15 @@ class Part:
     order: Any = None
 
 
-def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Part:
-    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`.
+def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int, ranks: int = 0) -> Part:
+    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`. The number
+    of ranks that share experts, if it is known, is `ranks`: refusals then propose degrees that divide it.
 
     Raises:
         RecipeError: a key or mode is unknown, or the EP groups do not fit the nodes.
     """
     mode = Settings.read(settings).mode
-    topology = of_mesh(expert_parallel, devices_per_node, experts)
+    topology = of_mesh(expert_parallel, devices_per_node, experts, ranks)
     if experts % expert_parallel:
         raise RecipeError(
             f"{expert_parallel} does not divide the {experts} routed experts (model.model_config.n_routed_experts); "

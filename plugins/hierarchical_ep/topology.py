@@ -135,8 +135,10 @@ def of_mesh(ep: int, devices_per_node: int, experts: int, ranks: int = 0) -> Top
             if ep > devices_per_node
             else f"does not divide the {devices_per_node} devices of a node, so some EP groups would lie on two nodes"
         )
-        near = nearest(ep, degrees_of(devices_per_node, experts, ranks)) or "1, for no other degree fits"
-        raise RecipeError(f"{ep} {wrong}; write {near}", "parallel_config.expert_parallel")
+        near = nearest(ep, degrees_of(devices_per_node, experts, ranks))
+        other = f"fits {experts} experts" + f" and {ranks} ranks (data_parallel x model_parallel)" * bool(ranks)
+        right = f"write {near}" if near else f"no degree above 1 {other} on such nodes: change one of them"
+        raise RecipeError(f"{ep} {wrong}; {right}", "parallel_config.expert_parallel")
     if ep > devices_per_node:
         return Topology(ep // devices_per_node, devices_per_node, experts)
     return Topology(1, ep, experts)

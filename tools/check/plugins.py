@@ -198,7 +198,8 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
         return
     with _refusals(_HIERARCHICAL, found):
         node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
-        hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, built.number("num_moe_experts"), rank=0)
+        ranks = view.dp * view.tp
+        hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, built.number("num_moe_experts"), 0, ranks)
     if view.ep == 1:
         wrong = "every device holds all experts, so that there is nothing to dispatch between devices"
         found.error(_HIERARCHICAL, wrong, "write parallel_config.expert_parallel above 1, or leave the plugin out")

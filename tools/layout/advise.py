@@ -64,17 +64,16 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
     ranks = view.dp * view.tp
     able = degrees_of(node, experts, ranks)
+    none = f"no degree above 1 fits {experts} experts, nodes of {node} devices and data_parallel x model_parallel"
+    none = f"{none} = {view.dp} x {view.tp}; give more ranks or experts"
     if view.ep == 1:
-        none = f"no other degree fits {experts} experts, nodes of {node} devices and data_parallel x model_parallel"
-        right = f"{none} = {view.dp} x {view.tp}; give more ranks or experts"
-        right = f"try --ep {max(degree for degree in able if degree in (*range(17), able[0]))}" if able else right
+        right = f"try --ep {max(degree for degree in able if degree in (*range(17), able[0]))}" if able else none
         raise refusal(recipe, path, f"a degree of 1 sends no token anywhere; {right}")
     if experts % view.ep:
-        near = nearest(view.ep, able or degrees_of(node, experts))
-        right = f"use a divisor, for instance {near}" if near else "give the model more experts"
+        right = f"use a divisor, for instance {nearest(view.ep, able)}" if able else none
         raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
     try:
-        of_mesh(view.ep, node, experts, ranks if able else 0)
+        of_mesh(view.ep, node, experts, ranks)
     except RecipeError as error:
         raise in_file(recipe, error) from None
     if ranks % view.ep:

@@ -27,6 +27,7 @@ from tools.estimate.memory.room import Room, room_of
 from tools.estimate.time_model import require_step_time
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.load import name_of
+from tools.hardware.units import GIB
 from tools.layout.advise import pluggable
 from tools.layout.resolve import resolve
 from tools.recipe.findings import in_file
@@ -204,10 +205,16 @@ def request_of(
     hardware = cluster(cluster_name)
     try:  # an open layout for which there is no file yet is even, for the search places layers itself
         base = from_recipe(resolve(recipe, layout="found"))
-        room = room_of(recipe, hardware, memory_gib, margin).less(reserve)
+        room = room_of(recipe, hardware, memory_gib, margin)
         require_step_time(base)
     except RecipeError as error:
         raise in_file(recipe, error) from None
+    if room.cap <= reserve:
+        raise RecipeError(
+            f"{room.source}: {room.cap / GIB:.1f} GiB are less than the {reserve / GIB:.2f} GiB of a device that were "
+            "measured to be in use beside the model; give a larger --memory, or a larger context.max_device_memory"
+        )
+    room = room.less(reserve)
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
         base = replace(base, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
     view = View(recipe)

@@ -271,7 +271,7 @@ def test_the_layout_of_mindformers():
         (12, 8, 64, r"^parallel_config\.expert_parallel: 12 .* write 8 or 16"),
         (3, 8, 64, r"^parallel_config\.expert_parallel: 3 .* write 2 or 4"),
         (20, 8, 24, r"20 is not a multiple of the 8 devices of a node; write 8 or 24"),
-        (3, 8, 9, r"3 does not divide .*; write 1, for no other degree fits"),
+        (3, 8, 9, r"3 does not divide .*; no degree above 1 fits 9 experts on such nodes"),
         (0, 8, 64, "expert_parallel is 0"),
         (8, 0, 64, "devices_per_node is 0"),
         (8, 8, 0, "experts is 0"),

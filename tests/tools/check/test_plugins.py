@@ -45,7 +45,7 @@ def test_what_is_no_setting_of_a_plugin_is_named(name, settings):
         (OVERLAP, "plugins.ep_overlap.chunks=[3,1]", "plugins.ep_overlap.chunks", "write 1 to 2"),
         (OVERLAP, "plugins.ep_overlap.chunks=[1]", "plugins.ep_overlap.chunks", "neither auto"),
         (OVERLAP, "plugins.hierarchical_ep.mode=fast", "plugins.hierarchical_ep.mode", "fast"),
-        (OVERLAP, "model.model_config.npu_nums_per_device=3", "plugins.hierarchical_ep", "write 3 or 6"),
+        (OVERLAP, "model.model_config.npu_nums_per_device=3", "plugins.hierarchical_ep", "no degree above 1 fits"),
         (FULL, "parallel_config.expert_parallel=1", "plugins.hierarchical_ep", "nothing to dispatch"),
         (FULL, "model.model_config.moe_token_dispatcher_type=alltoall_deredundency",
          "model.model_config.moe_token_dispatcher_type", "sets this key itself"),

@@ -144,10 +144,14 @@ def test_the_recipe_as_it_is_written_is_among_the_answers():
     [
         ("438b", [ep(1)], ["expert_parallel", "no token", "--ep 16"]),
         ("105b", [ep(128), "parallel_config.data_parallel=16"], ["expert_parallel: 128", "192 experts", "32 or 64"]),
-        ("105b", [ep(5), "parallel_config.data_parallel=1", *TP1], ["192 experts", "2 or 4"]),
-        ("105b", [ep(1), "parallel_config.data_parallel=1", *TP1], ["no token", "no other degree", "1 x 1; give more"]),
-        ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["no other degree fits 192 experts"]),
-        ("105b", [ep(2), *ONE], ["2 does not divide 1 experts", "more experts"]),
+        ("105b", [ep(5), "parallel_config.data_parallel=1", *TP1], ["192 experts", "1 x 1; give more ranks"]),
+        (
+            "105b",
+            [ep(1), "parallel_config.data_parallel=1", *TP1],
+            ["no token", "no degree above 1", "1 x 1; give more"],
+        ),
+        ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["no degree above 1 fits 192 experts"]),
+        ("105b", [ep(2), *ONE], ["2 does not divide 1 experts", "more ranks or experts"]),
         ("105b", [ep(64)], ["expert_parallel: 64", "4 x 8", "data_parallel: 8"]),
         ("105b", [ep(12)], ["12 is not a multiple of the 8 devices of a node; write 8 or 16"]),
         ("105b", [ep(24)], ["24 does not divide data_parallel x model_parallel = 4 x 8; use 16 or 32, or data_par"]),
@@ -167,16 +171,17 @@ def test_refusals(model, overrides, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("experts", [6, 40, 48, 192])
-def test_a_degree_that_a_refusal_names_is_not_refused(experts):
+@pytest.mark.parametrize("tp1", [[], TP1], ids=["tp 8", "tp 1"])
+@pytest.mark.parametrize("experts", [3, 6, 9, 40, 48, 192])
+def test_a_degree_that_a_refusal_names_is_not_refused(experts, tp1):
     """A group of 12 devices divides 24 experts, but lies on one node and a half."""
     dp = "parallel_config.data_parallel"
     for degree, ranks in itertools.product((1, 3, 5, 12, 20, 24, 64), (1, 3, 6, 10, 16)):
-        own = recipe("105b", f"model.model_config.n_routed_experts={experts}", f"{dp}={ranks}")
+        own = recipe("105b", f"model.model_config.n_routed_experts={experts}", f"{dp}={ranks}", *tp1)
         try:
             check(apply_overrides(own, [ep(degree)]), A2)
         except RecipeError as error:
-            right = str(error).rsplit("; ", 1)[1].split("no other degree")[0]
+            right = str(error).rsplit("; ", 1)[1].split("no degree above 1")[0]
             for of_dp, number in re.findall(r"(data_parallel: )?\b(\d+)", right):
                 check(apply_overrides(own, [f"{dp}={number}", ep(degree)] if of_dp else [ep(number)]), A2)
 

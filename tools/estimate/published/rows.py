@@ -251,12 +251,15 @@ def _require_layout(made: Configuration, written: Mapping[str, Any], samples: in
     model, devices = made.model, written.get("devices")
     if not made.layer_only and model.heads % made.tp:
         raise Unexpressed(f"tp {made.tp} does not divide {model.heads} heads")
+    if model.experts and not (0 < model.top_k <= model.experts and model.expert_ffn > 0):
+        raise Unexpressed(f"a token has {model.top_k} of {model.experts} experts of width {model.expert_ffn}")
     if model.experts and model.experts % made.ep:
         raise Unexpressed(f"ep {made.ep} does not divide {model.experts} experts")
     if not made.layer_only and not model.latent and model.heads % model.kv_heads:
         raise Unexpressed(f"kv_heads {model.kv_heads} does not divide {model.heads} heads")
     if model.layers + 2 < made.pp * made.chunks:  # Megatron may place embedding and head like layers
-        raise Unexpressed(f"pp {made.pp} x vpp {made.chunks} are more chunks than {model.layers} layers")
+        chunks = f"pp {made.pp} x vpp {made.chunks} are more chunks"
+        raise Unexpressed(f"{chunks} than {model.layers} layers, embedding and head")
     if devices and not made.layer_only and devices != made.devices:
         layout = f"dp {made.dp} x tp {made.tp} x pp {made.pp} x cp {made.cp}"
         raise Unexpressed(f"{layout} is {made.devices} devices, and the row has {devices}")
