@@ -183,7 +183,7 @@ def _slow_groups(
 
 
 def _as_predicted(row: Mapping[str, Any], place: str) -> Finding:
-    """Return the finding about groups none of which is slower than the other groups."""
+    """Return the finding about the fastest of groups none of which is surely slower than the other groups."""
     took = min(median(rounds) for rounds in row["seconds"])
     words = f"{row['operator']} of {row['bytes'] / 1e6:,.1f} MB took {1e3 * took:.3g} ms"
     words += f" in the fastest group of {len(row['groups'])}"

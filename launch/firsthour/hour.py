@@ -17,7 +17,7 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, TimeoutExpired
@@ -33,7 +33,7 @@ from launch.firsthour.variants import Variant, judge_variants, variants_of, writ
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, TC3Error, not_json
 from tools.data.index import write_learnable
-from tools.doctor.ask import TC3, Answer, Trouble, ask_all, call_each, parsed
+from tools.doctor.ask import REACHED, TC3, Answer, Trouble, ask_all, call_each, parsed
 from tools.doctor.report import Report
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
@@ -54,6 +54,7 @@ Found = tuple[list[Finding], dict[str, Any]]
 OPERATORS = ("matmul", "batch_matmul", "rms_norm", "softmax", "silu", "router_topk")
 PROFILED = (6, 9)  # steps of the trainings that are profiled
 _LOOK = 0.1  # seconds between two looks at a run that is to be killed
+_OPERATORS_ENDS = (*REACHED, 2)  # exit codes of tc3 accuracy ops with an output; 2: no operator could be computed
 NO_MEMORY = "a CPU worker's process holds MindSpore and the model together, so the memory of the model is not known"
 
 
@@ -223,15 +224,19 @@ class Hour:
         """Return a dictionary host -> output of tc3 accuracy ops on this host, with the variables `chosen` in its
         environment.
         """
+        remedy = "run tc3 accuracy ops there"
         if not self.nodes:
-            return {self.names[0]: ask(words, seconds, env={**os.environ, **chosen})}
+            try:
+                return {self.names[0]: ask(words, seconds, {**os.environ, **chosen}, _OPERATORS_ENDS)}
+            except ClusterError as error:  # the other devices are judged nevertheless
+                return {self.names[0]: Trouble("operators", str(error), remedy)}
         argv_ = ["env", *(f"{name}={value}" for name, value in chosen.items()), *argv(words)]
         found: dict[str, dict[str, Any] | Trouble] = {}
-        for host, told in call_each(dict.fromkeys(self.names, argv_), seconds).items():
+        for host, told in call_each(dict.fromkeys(self.names, argv_), seconds, _OPERATORS_ENDS).items():
             try:
                 found[host] = told if isinstance(told, Trouble) else dict(json.loads(told[max(told.find("{"), 0) :]))
             except ValueError as error:
-                found[host] = Trouble("operators", f"the output {not_json(error)}", "run tc3 accuracy ops there")
+                found[host] = Trouble("operators", f"the output {not_json(error)}", remedy)
         return found
 
     # The checks that train.
@@ -413,16 +418,18 @@ def argv(words: Sequence[str]) -> list[str]:
     return [*TC3, *words]
 
 
-def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the JSON that a command of tc3 prints; exit codes 0 and 1 mean that the command has reached a verdict, all
-    other exit codes that it could not reach a verdict.
+def ask(
+    words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, codes: Collection[int] = REACHED
+) -> dict[str, Any]:
+    """Return the JSON that a command of tc3 prints; the exit codes `codes` mean that the command has reached a verdict,
+    all other exit codes that it could not reach a verdict.
 
     Raises:
         ClusterError: the command was not finished in time, or failed; the message ends with the last line of its
             output.
     """
     shown = f"tc3 {shlex.join(words)}"
-    out, last = output(words, seconds, env)
+    out, last = output(words, seconds, env, codes)
     start = out.find("{")
     try:
         return dict(json.loads(out[max(start, 0) :]))
@@ -431,8 +438,11 @@ def ask(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = No
         raise ClusterError(f"the output of `{shown}` {reason}") from None
 
 
-def output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return (standard output, last line of standard error) of a command of tc3.
+def output(
+    words: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, codes: Collection[int] = REACHED
+) -> tuple[str, str]:
+    """Return (standard output, last line of standard error) of a command of tc3, which ends with one of the exit codes
+    `codes`.
 
     Raises:
         ClusterError: the command was not finished in time, or failed.
@@ -446,6 +456,6 @@ def output(words: Sequence[str], seconds: float, env: Mapping[str, str] | None =
                 f"`{shown}` did not finish within {seconds:.0f} s; give more time with --budget"
             ) from None
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
-    if process.returncode not in (0, 1):
+    if process.returncode not in codes:
         raise ClusterError(f"`{shown}` ended with exit code {process.returncode}: {last}")
     return out, last

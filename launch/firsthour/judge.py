@@ -88,7 +88,7 @@ def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: boo
     judged = sum(name.startswith(VERSIONS) == versions for name in told)
     count = len(answers) - len(silent)
     if judged and (alone or count > 1) and not any(item.verdict == "fail" for item in found):
-        words = f"{judged} checks and facts are known and the same on {count} node{'s' * (count > 1)}"
+        words = f"{judged} checks and facts are known" + f" and the same on {count} nodes" * (count > 1)
         found.append(Finding("ok", "nodes", words))
     return found
 
@@ -106,8 +106,9 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
         Finding(item.verdict, item.measure, item.seen, item.host, _device(item.who), MENDS[item.measure])
         for item in outliers(probes)
     ]
-    found += _memories(evidence["memory"])
-    found += _links(evidence["links"], on_cores)
+    links = _links(evidence["links"], on_cores)
+    surely = "surely " * any(item.verdict == "unknown" for item in (*found, *links))
+    found += [*_memories(evidence["memory"]), *links]
     measured = any(row["source"][0] != row["target"][0] and row["gbytes"] for row in evidence["links"])
     if len(probes) > 1 and not measured:
         words = "none was measured by itself; the check `collectives` times the groups of ranks that use them"
@@ -119,7 +120,8 @@ def judge_devices(evidence: Mapping[str, Any]) -> list[Finding]:
         words = f"{workers - count} of {workers} cannot be compared, because no other worker is of the same kind"
         found.append(Finding("unknown", "devices", words))
     if count:
-        found.append(Finding("ok", "devices", f"{count} workers on {len(probes)} nodes, none slower than its peers"))
+        words = f"{count} workers on {len(probes)} nodes, none {surely}slower than its peers"
+        found.append(Finding("ok", "devices", words))
     return found
 
 

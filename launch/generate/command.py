@@ -34,7 +34,7 @@ from tools.recipe.mini import compute_on_cpu, leave_ascend
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, look
 from tools.schema.versions import require_verified, unverified_option
-from tools.weights.convert_plan import recipe_beside, refuse_lost_biases, settings_of_run
+from tools.weights.convert_plan import KEPT, recipe_beside, refuse_lost_biases, settings_of_run
 from tools.weights.merge import require_adapters
 from tools.weights.source import Source, open_source
 
@@ -92,10 +92,12 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
     _refuse_model(recipe, source)
     if value_at(recipe, LORA, False) is not False and not any(map(is_adapter, source.headers)):
         recipe = apply_overrides(recipe, [f"{LORA}=False"])  # the adapters are merged, or the training has not begun
+        if not (source.path / KEPT).exists():  # which would say that these are not the weights before the training
+            click.echo(f"{source.path} has no adapters, so {LORA} of the recipe is left out", err=True)
     file, changed = settings_of_run(source.path, recipe)
     if changed:
         click.echo(
-            f"--recipe {recipe_file}: the recipe differs from {file}, with which {source.path} was trained: "
+            f"--recipe {recipe_file}: the recipe differs from {file}, the recipe of {source.path}: "
             f"{'; '.join(changed)}. The text is not that of the trained model; leave --recipe out",
             err=True,
         )

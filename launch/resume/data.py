@@ -27,7 +27,7 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, RUNNER, View
 
 DIGESTS = "data.json"  # of a run's data, in its folder
-_OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # from which a tokenizer is read
+_OF_TOKENIZERS = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json"}  # from which a tokenizer is read
 SECTION = ("plugins", "spike_guard")
 SKIPPED = (*SECTION, "skipped")
 CONFIG = (*LOADER, "config")
@@ -205,28 +205,23 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
     """Return a text that says which corpora of `recipe` differ from those of the run in `run_dir`.
 
-    A run without recorded digests (a run of an earlier version, or a run started without `tc3`) is reported, and
-    accepted.
+    A run without recorded digests (of an earlier version, or started without `tc3`) is reported, and accepted.
     """
     stored = run_dir / DIGESTS
     try:
         before = json.loads(stored.read_text(encoding="utf-8"))
-        known = {Path(each["prefix"]).name for each in before}
-        now = [each for each in digests(recipe) if not _is_beside(Path(each["prefix"]).name, known)]
+        known = {Path(each["prefix"]).name for each in before} | _OF_TOKENIZERS
+        names = ((each, Path(each["prefix"]).name) for each in digests(recipe))
+        now = [each for each, name in names if name in known or not name.startswith("tokenizer")]
         if before and len(before) != len(now):  # a file was added to the tokenizer, or removed
-            names = (", ".join(Path(each["prefix"]).name for each in every) for every in (before, now))
-            return ["the files of the data and its tokenizer were {}, are now {}".format(*names)]
+            both = (", ".join(Path(each["prefix"]).name for each in every) for every in (before, now))
+            return ["the files of the data and its tokenizer were {}, are now {}".format(*both)]
         pairs = zip(before, now, strict=True)
         return [_digest_in_words(old, new) for old, new in pairs if {**old, "prefix": ""} != {**new, "prefix": ""}]
     except (OSError, DataError, ValueError, TypeError, KeyError) as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
         click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
         return []
-
-
-def _is_beside(name: str, known: Collection[str]) -> bool:
-    """Return whether a file that a tokenizer's folder did not hold is one from which no tokenizer is read."""
-    return name.startswith("tokenizer") and name not in {*_OF_TOKENIZERS, *known}
 
 
 def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:

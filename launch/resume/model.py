@@ -344,7 +344,7 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
     file, changed = settings_of_run(folder, recipe)
     if changed:  # which is meant where a context is extended
         click.echo(
-            f"checkpoint.load_path: {folder}: the recipe differs from {file}, with which these weights were trained: "
+            f"checkpoint.load_path: {folder}: the recipe differs from {file}, the recipe of these weights: "
             f"{'; '.join(changed)}; undo this change if you did not intend it",
             err=True,
         )

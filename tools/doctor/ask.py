@@ -15,10 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -115,6 +116,7 @@ _ROUNDS = 5
 # never a question; no master process that would outlive us and keep our pipes
 _SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}", "-o", "ControlMaster=no", "--"]
 _FAILED = 255  # ssh's own exit code
+REACHED = (0, 1)  # exit codes of a command of tc3 that has reached a verdict
 _CLOCK, _REPORT = b"tc3-clock ", b"tc3-report"
 # a shell that nobody logs in to knows few folders; NPUs' tools are in these
 _TOOLS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/Ascend/driver/tools"
@@ -139,16 +141,19 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
     return {host: Answer(told, skew) for host, (told, skew) in answers.items()}
 
 
-def call_each(argvs: Mapping[str, Sequence[str]], limit: float) -> dict[str, str | Trouble]:
+def call_each(
+    argvs: Mapping[str, Sequence[str]], limit: float, codes: Collection[int] = REACHED
+) -> dict[str, str | Trouble]:  # fmt: skip
     """Run a command on every host by ssh, and return the output of each host, or the reason why a host gave no output.
     The argument `argvs` holds the command of each host.
 
-    A command with exit code 0 or 1 gave an output; any other exit code means that the command failed.
+    A command with one of the exit codes `codes` gave an output; any other exit code means that the command failed. So
+    does an exit code above 1 without any output.
 
     Raises:
         KeyboardInterrupt: the user or a signal ended this process; every ssh process has ended by then.
     """
-    answers = _every({host: remote_command(argv) for host, argv in argvs.items()}, limit, _output)
+    answers = _every({host: remote_command(argv) for host, argv in argvs.items()}, limit, partial(_output, codes=codes))
     return {host: told for host, (told, _) in answers.items()}
 
 
@@ -311,12 +316,12 @@ def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
     return parsed(found) if isinstance(found, str) else found
 
 
-def _output(host: str, code: int, text: bytes, errors: str) -> str | Trouble:
+def _output(host: str, code: int, text: bytes, errors: str, codes: Collection[int] = REACHED) -> str | Trouble:
     last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
     if code == _FAILED:
         return Trouble("ssh", last, f"`ssh -o BatchMode=yes {host} true` must work without asking for a password")
     _, found, rest = text.partition(_REPORT + b"\n")
-    if not found or code not in (0, 1):
+    if not found or code not in codes or (code not in REACHED and not rest.strip()):
         return Trouble(
             "report", last, f"the checkout, Python and this folder must have the same paths there as here ({CHECKOUT})"
         )

@@ -292,7 +292,8 @@ def ascend_software(patient: Patient) -> Answer:
     if takes is False:
         return Answer("fail", f"{seen}: this driver takes firmware {taken}")
     if takes is None and found["driver"]:
-        seen += ": whether the driver takes the firmware cannot be told"
+        hint = "" if found["firmware"] else " (in a container, run tc3 doctor on its host)"
+        seen += f": whether the driver takes the firmware cannot be told{hint}"
     return Answer("ok" if takes and found["CANN"] else "unknown", seen)
 
 

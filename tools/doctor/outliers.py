@@ -37,7 +37,7 @@ if its median round and its best round both take longer than the median of those
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median, median_high, median_low
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
@@ -65,12 +65,14 @@ MENDS = {
     "waited": "end other processes on its cores (top shows them), or keep them away from these cores (tc3 affinity)",
 }
 _FALSE_ALARMS, _LEAST_Z = 0.01, 3.5  # false alarms of a probe by normal noise; the least z
+_LEAST = 1e-12  # seconds that count for a time of 0
 _MOST_LINK_WAITED = 0.5  # of a link's time in which not both ends had a core
 _MOST_WAITED = 0.99  # of a worker's time waited: what it did in the rest says nothing
 # whose links they are, as a slice of the ends; a latency is that of both directions
 _SIDES = {"bandwidth": ((slice(0, 1), "sends"), (slice(1, 2), "receives")), "latency": ((slice(0, 2), "answers"),)}
 Key = TypeVar("Key", bound=Hashable)
 Ends = tuple[str, tuple[int, int]]  # host, (source, target)
+_Rule = Callable[[Mapping[Any, "Times"], Mapping[Any, float]], dict[Any, tuple[float, float]]]
 
 
 class Worker(TypedDict):
@@ -189,7 +191,7 @@ def _ratios(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> list[dic
     found: list[dict[Key, tuple[float, float]]] = []
     for which in (0, 1):
         values = {key: pair[which] for key, pair in times.items()}
-        centre = median_low(values.values())
+        centre = median_low(values.values()) or _LEAST
         spread = TO_SIGMA * median_low(abs(value - centre) for value in values.values()) / centre
         found.append({key: (value / centre, 1 + max(floors[key], z * spread)) for key, value in values.items()})
     return found
@@ -266,13 +268,12 @@ def times_of(measure: str, rounds: Sequence[float]) -> Times:
 
 
 def _slower(
-    measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str
+    measure: str, rounds: Mapping[Key, Sequence[float]], floors: Mapping[Key, float], peers: str, rule: _Rule = slow
 ) -> dict[Key, str]:
-    """Return a dictionary key -> description of the measured times, for each entry of `rounds` that is slower than its
-    peers.
-    """
-    found = slow({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
-    return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) for key, pair in found.items()}
+    """Return key -> description of the measured times, for each entry of `rounds` that the rule names."""
+    found = rule({key: times_of(measure, numbers) for key, numbers in rounds.items()}, floors)
+    why = f"; {UNCLEAR}" if rule is unclear else ""
+    return {key: _seen(measure, rounds[key], *pair, len(rounds), peers) + why for key, pair in found.items()}
 
 
 def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, count: int, peers: str) -> str:
@@ -301,12 +302,8 @@ def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memo
             for key in mine[:1] if whole else mine:
                 who = f"all {len(own)} workers" if whole else name(reports[host]["workers"][key[1]])
                 found.append(Outlier(host, who, measure, "fail", named[key]))
-        times = {key: times_of(measure, numbers) for key, numbers in rounds.items()}
-        for (host, index), pair in unclear(times, limits).items():
-            words = _seen(measure, rounds[host, index], *pair, len(rounds), "workers")
-            found.append(
-                Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", f"{words}; {UNCLEAR}")
-            )
+        for (host, index), words in _slower(measure, rounds, limits, "workers", unclear).items():
+            found.append(Outlier(host, name(reports[host]["workers"][index]), measure, "unknown", words))
     return found
 
 
@@ -342,8 +339,8 @@ def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "lat
 def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
-    """Return a finding for each worker whose best link is slow, and then one for each slow link between other
-    workers.
+    """Return a finding for each worker whose best link is slow, and then one for each link between other workers that
+    is slow, or of which this is not clear.
     """
     times = {ends: times_of(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
@@ -367,9 +364,13 @@ def _slow_ends(
             found.append(_slow_link(key[0], who, measure, told, f"{verb} slowly on all of its links: {words}"))
     rest = {ends: link[measure] for ends, link in links.items() if ends not in explained}
     limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
-    for ends, words in _slower(measure, rest, limits_of_rest, "links").items():
-        source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
-        found.append(_slow_link(ends[0], f"{source} to {target}", measure, ends in judged, words))
+    for rule in (slow, unclear):
+        for ends, words in _slower(measure, rest, limits_of_rest, "links", rule).items():
+            who = " to ".join(name(reports[ends[0]]["workers"][index]) for index in ends[1])
+            if rule is slow:
+                found.append(_slow_link(ends[0], who, measure, ends in judged, words))
+            else:
+                found.append(Outlier(ends[0], who, measure, "unknown", words))
     return found
 
 

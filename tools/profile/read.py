@@ -415,18 +415,22 @@ def _holds_csv(folder: Path) -> bool:
 
 
 def _newest(places: Sequence[Path]) -> tuple[Path, list[str]]:
-    """Return the newest profile of the lowest rank, and a note if there are older ones of this rank."""
+    """Return the newest profile of the lowest known rank, and a note if there are others of this rank; if no rank is
+    known, return the newest of all profiles.
+    """
     ranks = {place: _rank_of(place) for place in places}
-    mine = [place for place in places if ranks[place] == min(ranks.values())]
+    lowest = min((rank for rank in ranks.values() if rank is not None), default=None)
+    mine = [place for place in places if ranks[place] == lowest]
     newest = max(mine, key=lambda place: ((_BEGUN.findall(str(place)) or [""])[-1], place.stat().st_mtime_ns))
     if len(mine) == 1:
         return newest, []
-    words = f"{len(mine)} profiles of rank {ranks[newest]} are in this folder, of which the newest is read"
+    of = "whose rank is not known" if lowest is None else f"of rank {lowest}"
+    words = f"{len(mine)} profiles {of} are in this folder, of which the newest is read"
     return newest, [f"{words}: {newest}"]
 
 
-def _rank_of(folder: Path) -> int:
+def _rank_of(folder: Path) -> int | None:
     if (known := _rank(folder)) is not None:
         return known
     numbers = [found for path in sorted(folder.glob(TIMES)) if (found := re.search(r"_(\d+)$", path.stem))]
-    return int(numbers[0][1]) if numbers else 0
+    return int(numbers[0][1]) if numbers else None

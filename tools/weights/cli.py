@@ -174,8 +174,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
         f"{target}: {len(plan.headers):,} tensors, {plan.bytes / 1e9:,.3f} GB; "
         f"{len(plan.adapted):,} of them with their adapters, times {plan.scale:g}"
     )
-    words = ["tc3", "weights", "convert", str(target), "FOLDER", "--recipe", str(plan.recipe)]
-    click.echo(f"for Hugging Face: {shlex.join(words)}")
+    click.echo(f"for Hugging Face: {shlex.join(['tc3', 'weights', 'convert', str(target), 'FOLDER'])}")
     _print_damaged(damaged)
 
 

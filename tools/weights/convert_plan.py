@@ -38,7 +38,7 @@ from tools.weights.source import SINGLE, Source
 Target = Literal["Hugging Face", "MindFormers"]
 CONVERTED = ("F32", "BF16", "F16")  # types that weights have
 LISTED = 8  # names in a message
-KEPT = "recipe_of_weights.yaml"  # in a folder of merged or averaged weights
+KEPT = "recipe_of_weights.yaml"  # in a folder of merged, averaged or converted weights in MindFormers' form
 _BIASED = "moe_router_enable_expert_bias"
 _BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
 
@@ -315,12 +315,13 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
 
 
 def refuse_lost_biases(source: Source, recipe: Recipe) -> None:
-    """Raise RecipeError if the weights in `source` have routers' biases, and the routers of the recipe's model have
-    none.
+    """Raise RecipeError if the weights in `source` have routers' biases that are not 0, and the routers of the recipe's
+    model have none.
     """
-    given = any(name.endswith((".e_score_correction_bias", ".expert_bias")) for name in source.headers)
+    given = [name for name in source.headers if name.endswith((".e_score_correction_bias", ".expert_bias"))]
     fields = convert(View(resolve(recipe)), load_schema()).fields if given else {}
-    if fields.get("num_moe_experts") and not fields.get(_BIASED):
+    left_out = fields.get("num_moe_experts") and not fields.get(_BIASED)
+    if left_out and any(source.read(name)[0].any() for name in given):
         raise refusal(
             recipe,
             (*MODEL, _BIASED),
@@ -353,6 +354,7 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
     dump_recipe(recipe, folder / KEPT)
 
 
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
 # MindFormers' settings that change the results of a model, and no shape of its weights
 _OF_RESULTS = (
     *("rotary_base", "rotary_scaling_factor", "position_embedding_type", "beta_fast", "beta_slow", "mscale"),
@@ -361,8 +363,10 @@ _OF_RESULTS = (
     *("moe_router_topk", "moe_router_topk_scaling_factor", "moe_router_score_function", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_pre_softmax", "use_shared_expert_gating", "rotary_interleaved"),
     *("use_contiguous_weight_layout_attention", "nope_layer_interval", "use_alibi_mask", "rotary_cos_format"),
-    *("apply_residual_connection_post_layernorm", "rotary_seq_len_interpolation_factor"),
+    "apply_residual_connection_post_layernorm",
+    _INTERPOLATION,
 )
+_OF_GROUPS = ("num_query_groups", "use_contiguous_weight_layout_attention")  # latent attention reads neither
 
 
 def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
@@ -378,10 +382,12 @@ def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
         old, new = ({**convert(View(resolve(each)), schema).fields} for each in (trained, asked))
         for fields in (old, new):  # the fused operator computes the same
             fields["hidden_act"] = str(fields.get("hidden_act")).removeprefix("fused")
+            fields[_INTERPOLATION] = None if fields.get(_INTERPOLATION) == 1 else fields.get(_INTERPOLATION)
+        latent = old.get("multi_latent_attention") and new.get("multi_latent_attention")
         return [
             f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
             for name in _OF_RESULTS
-            if (old.get(name) or None) != (new.get(name) or None)
+            if (old.get(name) or None) != (new.get(name) or None) and not (latent and name in _OF_GROUPS)
         ]
     return []
 
@@ -416,8 +422,8 @@ def refuse_other_settings(source: Source, recipe: Path, asked: Recipe) -> None:
     file, changed = settings_of_run(source.path, asked)
     if changed:
         raise RecipeError(
-            f"--recipe {recipe}: the weights in {source.path} were trained with other settings ({file}): "
-            f"{'; '.join(changed)}; leave --recipe out, so that the recipe of the run is taken"
+            f"--recipe {recipe}: the weights in {source.path} have a recipe with other settings ({file}): "
+            f"{'; '.join(changed)}; leave --recipe out, so that their own recipe is taken"
         )
 
 

@@ -47,14 +47,14 @@ class Merge:
         headers: the headers of these tensors, by name.
         scale: the factor of the adapters' products, alpha / rank.
         adapted: the names of the weights to which an adapter's product is added.
-        recipe: the path of the recipe with the settings of the adapters.
+        recipe: the recipe with the settings of the adapters, as it was when the merge was planned.
     """
 
     files: tuple[tuple[str, ...], ...]
     headers: Mapping[str, Header]
     scale: float
     adapted: frozenset[str]
-    recipe: Path
+    recipe: Recipe
 
     @property
     def bytes(self) -> int:
@@ -81,7 +81,8 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
         )
     source.require_whole()
     file = recipe or recipe_beside(source.path)
-    loaded = resolve(load_recipe(file))
+    own = load_recipe(file)
+    loaded = resolve(own)
     written = value_at(loaded, KEY, False)
     if written is False:
         raise RecipeError(f"{file}: {KEY}: the recipe trains no adapters, so there is nothing to merge")
@@ -91,7 +92,7 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
     kept = {name: header for name, header in source.headers.items() if not is_adapter(name) and is_of_the_model(name)}
     files = in_files({name: header.bytes for name, header in kept.items()}, limit)
     adapted = frozenset(name.removesuffix(A) + WEIGHT for name in wanted if name.endswith(A))
-    return Merge(files, kept, settings.scale, adapted, file)
+    return Merge(files, kept, settings.scale, adapted, own)
 
 
 def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapping[str, Sequence[int]]:
@@ -165,7 +166,7 @@ def merge(
             done += sum(plan.headers[name].bytes for name in names)
             progress(done, file)
         finish_mindformers(part, records)
-        keep_recipe(part, load_recipe(plan.recipe))
+        keep_recipe(part, plan.recipe)
         mark(part, damaged)
 
 

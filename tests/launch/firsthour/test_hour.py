@@ -43,7 +43,7 @@ def verdict(findings):
 
 
 def answering(monkeypatch, content):
-    monkeypatch.setattr(hours, "ask", lambda words, seconds, env=None: content)
+    monkeypatch.setattr(hours, "ask", lambda words, seconds, env=None, codes=(): content)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,7 @@ def test_links_between_nodes_that_nobody_measured_are_unknown():
     apart = [{"source": ["a", at], "target": ["b", at], "gbytes": [rate]} for at, rate in enumerate((10, 7, 5, 4))]
     found = judge_devices({**evidence, "links": apart})
     assert [(item.verdict, item.device) for item in found] == [("unknown", 2), ("unknown", 3), ("ok", None)]
+    assert found[-1].seen == "2 workers on 2 nodes, none surely slower than its peers"
 
 
 @pytest.mark.parametrize("versions", [False, True])
@@ -252,6 +253,8 @@ def test_hosts_of_which_nothing_is_known_are_not_judged(versions):
         f"{1 + versions} checks and facts are known and the same on 2"
     )
     assert {item.verdict for item in found("ok", silent=1)} == ({"unknown"} if versions else {"fail", "unknown"})
+    answer = {"a": Answer(Report([Checked("swap", "ok", "", "", "", "")], {"tc3": tool_version()}))}
+    assert judge_hosts(hosts_evidence(answer), ["a"], False)[-1].seen == "1 checks and facts are known"
 
 
 def test_a_resume_without_any_loss_is_unknown():
@@ -324,7 +327,8 @@ def test_operators_run_on_every_device_of_every_node(tmp_path, monkeypatch):
     row = {"op": "matmul", "dtype": "float16", "shape": [2, 2], "phase": "forward", "tensor": 0, "status": "pass",
            "error": 0.1, "detail": ""}  # fmt: skip
 
-    def call(argvs, seconds):
+    def call(argvs, seconds, codes):
+        assert codes == (0, 1, 2)  # 2: no operator could be computed there
         sent.append((list(argvs), argvs["a"][:2], seconds))
         return {"a": json.dumps({"rows": [row]}), "b": Trouble("ssh", "no route", "look") if len(sent) == 1 else "x"}
 
@@ -335,6 +339,25 @@ def test_operators_run_on_every_device_of_every_node(tmp_path, monkeypatch):
     assert [(one["host"], one["device"]) for one in evidence["devices"]] == [("a", 0), ("a", 1)]
     unknown = [(item.where, item.device, item.seen) for item in found if item.verdict == "unknown"]
     assert unknown == [("b", 0, "no route"), ("b", 1, "the output is not JSON: line 1, column 1: expecting value")]
+
+
+def test_a_device_that_computes_no_operator_does_not_hide_the_others(tmp_path, monkeypatch):
+    """Of three NPUs the second one computes nothing (exit code 2), and the third one's command ends in an error."""
+    row = {"op": "matmul", "dtype": "float16", "shape": [2, 2], "phase": "forward", "tensor": 0, "error": 0.1,
+           "detail": ""}  # fmt: skip
+    script = f"""
+import json, os, sys
+device = int(os.environ["ASCEND_RT_VISIBLE_DEVICES"])
+print(json.dumps({{"rows": [{{**{row}, "status": "pass" if device == 0 else "not runnable"}}]}}) if device < 2 else "")
+sys.exit((0, 2, 3)[device])
+"""
+    monkeypatch.setattr(hours, "argv", lambda given: [sys.executable, "-c", script])
+    hour = Hour(PLAIN, tmp_path)
+    hour.npus = [Path(f"/dev/davinci{number}") for number in range(3)]
+    found, evidence = hour.operators(60, {})
+    assert [one["device"] for one in evidence["devices"]] == [0, 1]
+    assert [(item.verdict, item.device) for item in found] == [("unknown", 2), ("unknown", 1), ("ok", None)]
+    assert "ended with exit code 3" in found[0].seen and "computed on other devices" in found[1].seen
 
 
 OVERLAP = ROOT / "recipes" / "telechat3_1119b" / "pretrain_4k_ep_overlap.yaml"

@@ -20,7 +20,7 @@ from tests.tools.weights.test_merge import LORA, adapted, recipe_of
 from tools.accuracy.reference.start import initial_weights
 from tools.data.tokenizer import train
 from tools.recipe.load import load_recipe
-from tools.weights.convert_plan import model_of
+from tools.weights.convert_plan import KEPT, model_of
 from tools.weights.hugging_face_names import to_mindformers
 from tools.weights.merge import merge, plan_merge
 from tools.weights.source import open_source
@@ -104,12 +104,16 @@ def test_adapters_are_taken_with_a_recipe_that_has_them_and_only_with_it(tmp_pat
         choose(checkpoint, plain)
 
 
-def test_merged_weights_are_taken_with_the_recipe_that_trained_their_adapters(tmp_path):
+def test_merged_weights_are_taken_with_the_recipe_that_trained_their_adapters(tmp_path, capsys):
     """Its adapters are in the weights; the model was built with adapters, which the weights lack."""
     recipe = recipe_of(tmp_path / "lora", {"plugins": {"lora": LORA}})
     source = open_source(adapted(tmp_path / "run" / "checkpoint", recipe)[0])
     merge(source, tmp_path / "merged", plan_merge(source, recipe, 10**9))
     assert "lora" not in forward_recipe(choose(tmp_path / "merged", recipe).recipe)["plugins"]
+    assert capsys.readouterr().err == ""
+    (tmp_path / "merged" / KEPT).unlink()  # as of the weights before the training
+    choose(tmp_path / "merged", recipe)
+    assert "merged has no adapters, so plugins.lora of the recipe is left out" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused(run):

@@ -181,6 +181,22 @@ def test_settings_with_which_a_model_can_no_longer_be_converted_are_compared(nam
     assert [said.split()[0] for said in changed_settings(after, before)] == [key]
 
 
+def test_settings_that_change_nothing_are_no_difference():
+    before, after = (load_mini(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml") for _ in range(2))
+    after["model"]["model_config"] |= {
+        "use_contiguous_weight_layout_attention": True,
+        "rotary_seq_len_interpolation_factor": 1.0,
+    }
+    before["model"]["model_config"]["use_alibi_mask"] = after["model"]["model_config"]["use_alibi_mask"] = True
+    assert changed_settings(before, after) == []
+    before, after = (load_mini(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml") for _ in range(2))
+    after["model"]["model_config"]["rotary_seq_len_interpolation_factor"] = 1
+    before["model"]["model_config"]["use_alibi_mask"] = after["model"]["model_config"]["use_alibi_mask"] = True
+    assert changed_settings(before, after) == []
+    after["model"]["model_config"]["rotary_seq_len_interpolation_factor"] = 2
+    assert [said.split()[0] for said in changed_settings(before, after)] == ["rotary_seq_len_interpolation_factor"]
+
+
 def test_settings_of_models_that_hugging_face_cannot_express_are_compared(tmp_path, capsys):
     """Neither model was compared then, and a damaged recipe beside the weights ended what does not need it."""
     recipe = stranger("no shared expert, but its width")

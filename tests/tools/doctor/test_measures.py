@@ -215,8 +215,9 @@ def test_the_clock_of_a_resting_910b1_and_of_a_910a(tmp_path):
     resting = {SMI: real("910B2C_23.0.2.1"), common.format(1): real("common_910B1_23.0.rc2")}
     verdict, seen = look("npu_clock", tmp_path / "a", resting)
     assert verdict == "unknown" and "NPU 1 800 of 1800 MHz" in seen
-    full = {SMI: real("910A_23.0.rc1"), common.format(0): real("common_910A")}
-    assert look("npu_clock", tmp_path / "b", full) == ("ok", "NPU 0 1000 of 1000 MHz")
+    full = {SMI: real("910A_23.0.rc1"), **{common.format(card): real("common_910A") for card in range(8)}}
+    verdict, seen = look("npu_clock", tmp_path / "b", full)
+    assert verdict == "ok" and seen.startswith("NPU 0 1000 of 1000 MHz, NPU 1 1000 of")
 
 
 def test_links(tmp_path):
@@ -251,7 +252,11 @@ def test_a_driver_takes_its_firmware(tmp_path, driver, firmware, verdict):
 def test_ranges_of_another_form_say_nothing(tmp_path):
     text = real("driver_24.1.rc3").replace("[7.0.0,7.5.99]", "7.x")
     files = {f"{ASCEND}/driver/version.info": text, f"{ASCEND}/firmware/version.info": "Version=9.9.9\n"}
-    assert look("ascend_software", tmp_path, files) == ("unknown", "driver 24.1.rc3, firmware 9.9.9, no CANN seen")
+    seen = "driver 24.1.rc3, firmware 9.9.9, no CANN seen: whether the driver takes the firmware cannot be told"
+    assert look("ascend_software", tmp_path / "a", files) == ("unknown", seen)
+    del files[f"{ASCEND}/firmware/version.info"]  # a container sees only the driver's folder
+    verdict, seen = look("ascend_software", tmp_path / "b", files)
+    assert verdict == "unknown" and seen.endswith("cannot be told (in a container, run tc3 doctor on its host)")
 
 
 def test_facts_of_a_recorded_host(tmp_path):

@@ -198,6 +198,21 @@ def test_workers_that_differ_too_much_among_each_other_are_unknown():
     assert findings({"a": report})[-1].seen.startswith("none of the 4 workers is surely slower")
 
 
+def test_links_that_differ_too_much_among_each_other_are_unknown():
+    """Of twelve links at 1, .67, .4 and .3 of a rate none was slower than the others."""
+    report = {**probe(4, noise=0.0), "device": "Ascend"}
+    for link, factor in zip(report["links"], 3 * (1.0, 0.67, 0.4, 0.3), strict=True):
+        scale(link["bandwidth"], factor)
+    verdict = gate({"a": report})
+    assert verdict.verdict == "unknown" and len(verdict.reasons) == 3
+    assert all("they differ too much among each other" in reason for reason in verdict.reasons)
+
+
+def test_times_of_zero_have_ratios_too():
+    assert slow({"a": Times(0.0, 0.0)}, {"a": 0.25}) == {}
+    assert slow(dict.fromkeys("abc", Times(0.0, 0.0)), dict.fromkeys("abc", 0.25)) == {}
+
+
 def test_a_worker_whose_links_all_waited_for_cores_is_not_said_to_send_slowly():
     report = {**probe(4), "device": "Ascend"}
     for link in [link for link in report["links"] if link["source"] == 1]:

@@ -63,6 +63,11 @@ def test_the_newest_of_several_profiles_of_a_rank_is_read(trace, tmp_path):
     assert names[1] in profile.source and profile.rank == 32
     assert any(note.startswith("2 profiles of rank 32 are in this folder") for note in profile.notes)
     assert not read_profile(tmp_path / "rank_40").notes
+    for path in tmp_path.rglob("profiler_info_*.json"):
+        path.unlink()
+    for name, rank in (("a", "rank_32"), ("b", "rank_40")):  # folders that name no rank
+        (tmp_path / rank).rename(tmp_path / name)
+    assert any(note.startswith("3 profiles whose rank is not known are in") for note in read_profile(tmp_path).notes)
 
 
 def test_groups_of_no_ranks_tell_nothing(trace, tmp_path):

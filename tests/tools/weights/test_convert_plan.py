@@ -35,7 +35,7 @@ from tools.checkpoint.tensor_files import Header
 from tools.data.index import write_learnable
 from tools.recipe.load import load_recipe
 from tools.weights.convert import convert
-from tools.weights.convert_plan import model_of, plan_conversion, prepare
+from tools.weights.convert_plan import model_of, plan_conversion, prepare, refuse_lost_biases
 from tools.weights.hugging_face_names import hugging_face_shapes, table
 from tools.weights.source import INDEX, open_source
 
@@ -235,6 +235,12 @@ def test_biases_by_which_routers_choose_are_not_left_out_in_silence(tmp_path):
     recipe.write_text(f"base_config: {frozen.RECIPE}\n{unbiased}\n")
     with pytest.raises(RecipeError, match=r"recipe\.yaml.*moe_router_enable_expert_bias: the routers in .* write True"):
         prepare(open_source(frozen.FOLDER), recipe, None, LIMIT)
+    arrays = load_file(frozen.FOLDER / "model.safetensors")
+    biases = {name: array * 0 for name, array in arrays.items() if name.endswith("e_score_correction_bias")}
+    (tmp_path / "zeros").mkdir()
+    save_file(arrays | biases, tmp_path / "zeros" / "model.safetensors", {"format": "pt"})
+    assert biases
+    refuse_lost_biases(open_source(tmp_path / "zeros"), load_recipe(recipe))  # nothing would be lost
 
 
 def test_it_is_small():

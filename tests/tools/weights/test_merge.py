@@ -162,7 +162,9 @@ def test_merged_and_averaged_weights_know_the_recipe_that_trained_them(tmp_path,
         checkpoint, _ = adapted(tmp_path / name / "checkpoint", recipe)
         (tmp_path / name / "recipe.yaml").write_text(f"base_config: {recipe}\n")
         source = open_source(checkpoint)
-        merge(source, tmp_path / f"merged_{name}", plan_merge(source, None, 10**9))
+        plan = plan_merge(source, None, 10**9)
+        (tmp_path / name / "recipe.yaml").write_text("base_config: gone.yaml\n")  # edited while the tensors are written
+        merge(source, tmp_path / f"merged_{name}", plan)
     average([open_source(tmp_path / f"merged_{name}") for name in "ab"], tmp_path / "mean")
     other = recipe_of(tmp_path / "other", {"model": {"model_config": {"rope_theta": 5e4}}})
     for name in ("merged_a", "mean"):

@@ -219,7 +219,7 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     """Return the largest relative difference between the dumped statistics (max, min, mean, L2 norm) of a tensor; inf
-    if a statistic differs and is not finite.
+    if a statistic differs and is not finite. Statistics that are equal and not finite are left out.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
@@ -227,13 +227,16 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     if any(a is None or b is None for a, b in pairs) or not golden.dtype.startswith(("float", "bfloat")):
         return math.inf  # booleans, integers, or nothing on one side
     numbers = [(float(a), float(b)) for a, b in pairs]  # type: ignore[arg-type]
-    if not all(math.isfinite(x) for pair in numbers for x in pair):
-        same = all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in numbers)
-        return 0.0 if same else math.inf
-    norm = numbers[3][0]
+    finite = [math.isfinite(a) and math.isfinite(b) for a, b in numbers]
+    if any(
+        a != b and not (known or (math.isnan(a) and math.isnan(b)))
+        for (a, b), known in zip(numbers, finite, strict=True)
+    ):
+        return math.inf
+    norm = numbers[3][0] if finite[3] else 0.0
     rms = max(norm / math.sqrt(max(math.prod(golden.shape), 1)), smallest)
     scales = (max(abs(numbers[0][0]), rms), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
-    return max(abs(a - b) / scale for (a, b), scale in zip(numbers, scales, strict=True))
+    return max((abs(a - b) / s for (a, b), s, known in zip(numbers, scales, finite, strict=True) if known), default=0.0)
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:

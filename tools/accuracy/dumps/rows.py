@@ -337,8 +337,9 @@ def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
     """Compare two tensors by their statistics; the norm shows NaN and infinities, but not where."""
     nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
     error = statistics_error(golden, bench, smallest)
-    infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0
-    return Measured(error, int(error > 0), nans=int(nans), infinities=int(infinite))
+    differing = [got for want, got in zip(golden.statistics, bench.statistics, strict=True) if got != want]
+    infinite = sum(isinstance(x, float) and math.isinf(x) for x in differing)
+    return Measured(error, int(error > 0), nans=int(nans), infinities=infinite)
 
 
 def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:

@@ -1,6 +1,7 @@
 """The error of a dumped tensor, a factor that scales all of it, and how many terms its elements accumulate."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tools.accuracy.dumps import read
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.errors import deviation, distance, measure, scaled, scaled_norm, statistics_error
 from tools.accuracy.dumps.read import Entry, Item, open_dump, parse
-from tools.accuracy.dumps.rows import Counter
+from tools.accuracy.dumps.rows import NOTHING, Counter, _tensors
 from tools.accuracy.dumps.write import statistics
 from tools.accuracy.judge import SMALLEST, round_bfloat16, rounded, systematic, tolerance
 
@@ -407,3 +408,20 @@ def test_functions_are_counted_call_by_call():
     calls.append(entry("Functional.sum.0.forward", [(50, 60)], [(50,)]))
     counter = Counter(calls)
     assert [counter.of(each, each.items[-1]) for each in calls] == [8, 3000, 60]
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(1 + 2**-22, ""), (1.5, "value")])
+def test_a_rounding_of_the_largest_of_masked_scores_is_no_infinity(factor, kind):
+    """One rounding in the maximum was an infinity, although the mask was the same."""
+    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
+    sides = [
+        Item("output.0", "output", "float32", (8,), (largest, -math.inf, -math.inf, math.inf))
+        for largest in (3.0, 3.0 * factor)
+    ]
+    row = _tensors(head, *sides, 1, False)
+    assert (row.kind, row.by) == (kind, NOTHING)
+    hidden = replace(sides[1], statistics=(3.0, 0.0, 1.0, 4.0))
+    assert [_tensors(head, *each, 1, False).kind for each in ((sides[0], hidden), (hidden, sides[0]))] == [
+        "value",
+        "inf",
+    ]
