@@ -67,6 +67,8 @@ def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
 def test_a_command_with_data_of_its_own_does_not_look_at_the_recipes(tmp_path, sharded):
     """`tc3 accuracy` trains on made-up data; whether it starts does not depend on what lies in `output/`."""
     recipe = on(write(tmp_path / "data", [400] * 40, vocabulary=5000), plain(MINI_TP2 if sharded else MINI_FILE))
+    held_out = write(tmp_path / "held", [400] * 40, vocabulary=5000)
+    recipe = put(recipe, ("plugins", "held_out_loss"), {"data_path": held_out, "every": 10})
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe, sort_keys=False))
     with pytest.raises(RecipeError, match="5,000"):
