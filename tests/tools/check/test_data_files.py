@@ -259,7 +259,7 @@ def test_a_padding_id_that_the_text_has(prefix):
         (-1, -1, {}, None),
         (0, 7, {}, None),
         (7, 7, {}, "error"),
-        (7, 7, {"reset_position_ids": True}, "error"),  # the end of a document becomes token 0
+        (7, 7, {"reset_position_ids": True}, "warning"),  # the end of a document becomes token 0
         (0, 0, {}, "error"),  # the loss mask that all samples share
         (0, 0, {"eod_mask_loss": True}, "warning"),
     ],
