@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.sharded_resume import compare
 from tests.training import runs
 from tests.training.conftest import prepare
+from tools.data.index import read_whole
 from tools.experts.restore import restore_order
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -81,7 +82,7 @@ def sharded(recipe: Path, corpus: str, steps: int, workers: int) -> dict[str, An
     if View(found).sharded_on_cpu:
         loader = found["train_dataset"]["data_loader"]
         loader["sizes"] = [steps * View(found).global_batch, 0, 0]
-        loader["config"]["data_path"] = ["1", corpus]
+        read_whole(loader["config"], corpus)
     else:
         found = load_mini(recipe, corpus, steps, workers)
     if found.get("plugins", {}).get("held_out_loss"):  # it may well be the same text here

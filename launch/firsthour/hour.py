@@ -32,7 +32,7 @@ from launch.firsthour.variants import STEPS as VARIANT_STEPS
 from launch.firsthour.variants import Variant, judge_variants, variants_of, write_overlay
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError, TC3Error, not_json
-from tools.data.index import write_learnable
+from tools.data.index import read_whole, write_learnable
 from tools.doctor.ask import REACHED, TC3, Answer, Trouble, ask_all, call_each, parsed
 from tools.doctor.report import Report
 from tools.estimate.efficiency import cluster
@@ -275,7 +275,7 @@ class Hour:
         loader = flat
         for key in LOADER:
             loader = loader[key]
-        loader["config"]["data_path"] = ["1", str(self.corpus)]
+        read_whole(loader["config"], str(self.corpus))
         for name in ("held_out_loss", "batch_ramp"):
             (flat.get("plugins") or {}).pop(name, None)
         flat["checkpoint"]["save_interleaved_steps"] = SAVE

@@ -244,8 +244,7 @@ class Shuffle(NamedTuple):
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
     """Return how GPTDataset shuffles a corpus of `tokens` tokens if `samples` samples are requested."""
-    epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
-    if epochs == 1:
+    if (epochs := max(1, -(-(samples * sequence_length + 1) // tokens))) == 1:
         return Shuffle(1, False)
     without_last = ((epochs - 1) * tokens - 1) // sequence_length
     return Shuffle(epochs, samples - without_last < int(_WHOLE_EPOCH * ((tokens - 1) // sequence_length)))

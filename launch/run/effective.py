@@ -34,6 +34,7 @@ from tools.recipe.view import RUNNER, View
 _WARMUP = "lr_schedule.warmup_steps"
 _HANDLER = "AlpacaInstructDataHandler"
 _DATA_FILES = f"{LOADER}.data_files"
+_HANDLERS = (*LOADER_PATH, "handler")
 _TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 
@@ -271,7 +272,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     packed = count_samples(named, handler["seq_length"], tokenizer)
     if packed is None:
         return recipe
-    _check_room(view, packed[: view.samples or None], _DATA_FILES)
+    _check_room(view, packed if _shuffled(view) else packed[: view.samples or None], _DATA_FILES)
     made, batch = len(packed), view.global_batch
     if not view.samples or view.samples <= made:
         return recipe
@@ -297,7 +298,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
 
 def _conversation_handler(view: View) -> dict[str, Any] | None:
     """Return the handler that makes conversations, and its index, if its samples can be counted."""
-    handlers = view.get(("train_dataset", "data_loader", "handler"))
+    handlers = view.get(_HANDLERS)
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
         return None
     first, second = handlers[:2]
@@ -305,6 +306,11 @@ def _conversation_handler(view: View) -> dict[str, Any] | None:
     packs = isinstance(second, dict) and second.get("type") == PACKING
     length = first.get("seq_length") if known else None
     return first if packs and type(length) is int and second.get("seq_length") == length else None
+
+
+def _shuffled(view: View) -> bool:
+    """Return whether a handler shuffles the packed samples before some are taken, so that any may be trained."""
+    return any(isinstance(each, dict) and each.get("type") == "shuffle" for each in view.get(_HANDLERS)[2:])
 
 
 def _check_room(view: View, packed: list[int], key: str) -> None:

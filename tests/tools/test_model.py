@@ -207,6 +207,7 @@ def test_imbalance_weighs_samples_by_the_flops_of_tc3_check(recipe, recompute):
     costs for the plugin.
     """
     recipe["recompute_config"] = {"recompute": recompute}
+    recipe["train_dataset"]["data_loader"]["config"]["seq_length"] = recipe["model"]["model_config"]["seq_length"]
     cost = setting_of(recipe, "nowhere", None).cost
     view = View(recipe)
     table = table_of(view, convert(view, load_schema()))

@@ -19,6 +19,7 @@ from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
 from tools.accuracy.equivalence.runs import MONITORS, launch, make_corpus, refuse_other_data
 from tools.check.check import require_sound
+from tools.data.index import read_whole
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.plan import plan_jobs, without_files
@@ -93,7 +94,7 @@ def train(recipe: Recipe, folder: Path) -> Path:
     view = View(recipe)
     loader = look(short, LOADER)
     steps = STEPS * -(-view.global_batch // view.batch)  # of one rank's samples, which `make_corpus` counts
-    loader["config"]["data_path"] = ["1", make_corpus((folder / "corpus").absolute(), recipe, steps)]
+    read_whole(loader["config"], make_corpus((folder / "corpus").absolute(), recipe, steps))
     loader["sizes"] = [STEPS * view.global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
     for name in _LEFT_OUT:

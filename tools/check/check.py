@@ -14,12 +14,14 @@ from typing import Any
 from rich.table import Table
 
 from plugins.errors import RecipeError
+from plugins.held_out_loss.plan import paths_of
 from tools.check.arithmetic import check_arithmetic
 from tools.check.build import check_arrival
 from tools.check.conflicts import check_conflicts
 from tools.check.data_files import check_files
 from tools.check.differences import check_differences
 from tools.check.plugins import check_plugins
+from tools.data.index import read_whole
 from tools.estimate.from_recipe import adapters_of
 from tools.layout.resolve import UnresolvedError, resolve_for_check
 from tools.model import (
@@ -36,7 +38,7 @@ from tools.ranges import recipe_range
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
 from tools.recipe.load import KeyPath, Recipe, bad_numbers, look, read_recipe
 from tools.recipe.override import dotted
-from tools.recipe.view import OFFSET, View
+from tools.recipe.view import LOADER, OFFSET, View
 from tools.schema.converter import Built, convert
 from tools.schema.keys import check_keys, check_model
 from tools.schema.schema import Schema, load_schema
@@ -47,6 +49,7 @@ _SECTIONS = (
     *(("runner_wrapper",), ("model", "model_config"), ("train_dataset_task",)),
 )
 _MODEL: KeyPath = ("model", "model_config")
+_MADE_UP = "made-up data"
 
 
 def check_recipe(
@@ -99,9 +102,11 @@ def require_sound(recipe: Recipe, own_data: bool = True) -> None:
     """
     if not own_data:
         recipe = copy.deepcopy(recipe)
-        config = look(recipe, ("train_dataset", "data_loader", "config"))
-        if isinstance(config, dict) and "data_path" in config:
-            config["data_path"] = ["1", "made-up data"]
+        config, held_out = look(recipe, (*LOADER, "config")), look(recipe, ("plugins", "held_out_loss"))
+        if View(recipe).megatron and isinstance(config, dict):
+            read_whole(config, _MADE_UP)
+            if isinstance(held_out, dict) and paths_of(held_out.get("data_path")):
+                held_out["data_path"] = _MADE_UP
     if errors := check_recipe(recipe).errors:
         raise refused(errors)
 

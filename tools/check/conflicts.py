@@ -164,7 +164,7 @@ def _padding(view: View, found: Findings) -> None:
     wrong = f"{pad} is also eod, so that the loss leaves out the ends of documents"
     wrong += ", and the model reads token 0 in their place" * (pad > 0)
     wrong += f"; {NOT_AGAIN}" * view.masks_once
-    tell = found.error if pad or view.masks_once else found.warning
+    tell = found.error if view.masks_once else found.warning
     tell((*_CONFIG, "pad"), wrong, "write -1, because Megatron's samples are full", rule="padding")
 
 

@@ -29,6 +29,7 @@ _CONFIG = (*LOADER, "config")
 _PATH, _SPLIT, _ALL = (*_CONFIG, "data_path"), (*_CONFIG, "split"), "1, 0, 0"
 _HELD_OUT, _VOCABULARY = ("plugins", "held_out_loss"), (*MODEL, "vocab_size")
 _BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_compressed_eod_mask")
+_ORDER = ("dataset_path", "split", "num_samples", "random_seed", "sequence_length")  # what MindFormers finds it by
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "model_config", "checkpoint_name_or_path"))
 
@@ -69,8 +70,11 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
         split = _ALL
     corpora = _corpora(view.get(_PATH), found)
     for prefix, share in corpora:
-        if index := _opened(prefix, _PATH, found, missing):
+        if (index := _opened(prefix, _PATH, found, missing)) is not None:
             used = index.lengths[: round(training_share(split) * len(index))]
+            if not len(index):
+                _size(used, prefix, _PATH, share, view, built, found)
+                continue
             if part := empty_part(split, len(index)):
                 wrong = (
                     f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
@@ -78,19 +82,24 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
                 )
                 found.error(_SPLIT, wrong, f"write {_ALL!r}")
             elif len(used):
-                _size(used, prefix, share, view, built, found)
+                _size(used, prefix, _PATH, share, view, built, found)
                 _documents(used, share * view.samples, view, built, found)
             _tokens(index, prefix, view, built, found)
-            _kept_order(index, prefix, _PATH, view, found)
+            weighted = len(view.get(_PATH)) > len(corpora)
+            _kept_order(index, prefix, _PATH, view, found, (view.get(_SPLIT), _asked(view.samples, share, weighted)))
     if corpora and not any(share for _, share in corpora):
         _one_pass([prefix for prefix, _ in corpora], view, built, found)
+    path = (*_HELD_OUT, "data_path")
     for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
         there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
-        if index := _opened(prefix, (*_HELD_OUT, "data_path"), found, missing) if there else None:
+        index = _opened(prefix, path, found, missing) if there else None
+        if index is not None and not len(index):
+            _size(index.lengths, prefix, path, 1.0, view, built, found)
+        elif index is not None:
             samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
             _documents(index.lengths, samples, view, built, found)
             _tokens(index, prefix, view, built, found)
-            _kept_order(index, prefix, (*_HELD_OUT, "data_path"), view, found)
+            _kept_order(index, prefix, path, view, found, (_ALL, _asked(samples, 1.0, True)))
 
 
 def _sources(view: View, found: Findings) -> None:
@@ -100,7 +109,8 @@ def _sources(view: View, found: Findings) -> None:
     parts = [(*_CONFIG, f"{part}_data_path") for part in ("train", "valid", "test")]
     written = [path for path in parts if view.get(path)]
     if written and (view.get(_PATH) is not None or view.get(_SPLIT) is not None):
-        found.error(written[0], "MindFormers refuses this key beside data_path or split", "leave this key out")
+        right = "leave split out" if view.get(_PATH) is None else "leave this key out"
+        found.error(written[0], "MindFormers refuses this key beside data_path or split", right)
     elif parts[0] in written:
         wrong = "tc3 neither checks these corpora nor compares them before a resume"
         found.warning(parts[0], wrong, "write data_path and split instead")
@@ -175,13 +185,15 @@ def _opened(prefix: str, path: KeyPath, found: Findings, missing: Any) -> IndexR
         return None
 
 
-def _size(lengths: np.ndarray, prefix: str, share: float, view: View, built: Built, found: Findings) -> None:
+def _size(
+    lengths: np.ndarray, prefix: str, path: KeyPath, share: float, view: View, built: Built, found: Findings
+) -> None:
     """Check the documents of a corpus that are trained on against sequence length and the recipe's number of
     samples.
     """
     seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
     if tokens <= seq:
-        found.error(_PATH, f"{prefix} holds {tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
+        found.error(path, f"{prefix} holds {tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
     elif (wanted := share * view.samples * seq) > 8 * tokens:
         part = f"{100 * share:.3g} % of " if share < 1 else ""
         passes = f"{wanted / tokens:.0f} times the {tokens:,} tokens of {prefix}"
@@ -238,7 +250,8 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
     some, last = index.some(), index.last()
     if outside := some[((some < 0) | (some >= vocabulary)) & (some != pad)].tolist():
         wrong = f"{prefix} holds the token id {max(outside)}, but the model's vocabulary has {vocabulary:,} ids"
-        found.error(_VOCABULARY, wrong, f"write at least {max(outside) + 1:,}, or prepare the corpus again")
+        larger = f"write at least {max(outside) + 1:,}, or " * (max(outside) >= vocabulary)
+        found.error(_VOCABULARY, wrong, f"{larger}prepare the corpus again")
     if any(view.flag((*_CONFIG, key)) for key in _BY_EOD) and (other := last[last != eod].tolist()):
         wrong = (
             f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
@@ -246,22 +259,41 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
         found.warning((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
 
-def _kept_order(index: IndexReader, prefix: str, path: KeyPath, view: View, found: Findings) -> None:
+def _asked(samples: int, share: float, weighted: bool) -> int | None:
+    """Return the number of samples for which MindFormers asks a corpus with a share of the recipe's; None for all of
+    one pass.
+    """
+    if weighted:
+        return math.ceil(samples * share * 1.005)
+    return samples or None if share else None
+
+
+def _kept_order(
+    index: IndexReader, prefix: str, path: KeyPath, view: View, found: Findings, asked: tuple[Any, int | None]
+) -> None:
     """Check that the order of samples that MindFormers keeps beside a corpus is not that of another corpus, which was
     at the same path before: MindFormers would read the new one by it. (`tc3 data prepare` removes what is kept.)
+
+    Args:
+        asked: the split and the number of samples; an order of others is not read.
     """
-    folder = Path(view.get((*_CONFIG, "path_to_cache")) or Path(prefix, "cache", "GPTDataset_indices"))
-    for description in sorted(folder.glob("*-GPTDataset-*-description.txt")):
+    cache, seq = view.get((*_CONFIG, "path_to_cache")), view.get((*_CONFIG, "seq_length"))
+    if cache is not None and not (isinstance(cache, str) and cache):
+        return  # MindFormers keeps nothing, or it is said of the key
+    folder = Path(prefix, "cache", "GPTDataset_indices") if cache is None else Path(cache)
+    wanted = [prefix, *asked, view.get((*_CONFIG, "seed"), 1234), seq]
+    for description in sorted(folder.glob("*-GPTDataset-train-description.txt")):  # no sample of other parts is read
         try:
             notes = json.loads(description.read_text("utf-8"))
             kept = str(description).removesuffix("description.txt")
             documents, samples = (np.load(f"{kept}{name}_index.npy", mmap_mode="r") for name in ("document", "sample"))
-            other = notes["dataset_path"] == prefix and _of_another(index, documents, samples, notes["sequence_length"])
+            read = wanted == [notes[name] for name in _ORDER]
+            other = read and _of_another(index, documents, samples, seq)
         except (OSError, ValueError, KeyError, TypeError, EOFError):
             continue  # MindFormers makes it anew, or uses it for nothing
         if other:
             wrong = f"{folder} keeps the order of samples of another corpus, which was at {prefix} before"
-            found.error(path, wrong, "remove this folder, or MindFormers cuts the new corpus as the old one")
+            found.error(path, wrong, f"remove {kept}*, or MindFormers cuts the new corpus as the old one")
             return
 
 

@@ -361,6 +361,15 @@ def _shares(split: str) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
+def read_whole(config: dict[str, Any], prefix: str) -> None:
+    """Let the settings of a Megatron loader (in place) read all documents of a corpus that the recipe does not name:
+    the padding id, the split and the corpora of the parts are those of the recipe's own corpus.
+    """
+    config.update(data_path=["1", prefix], split="1, 0, 0", pad=-1)
+    for part in ("train", "valid", "test"):
+        config.pop(f"{part}_data_path", None)
+
+
 def write_corpus(prefix: Path, lengths: np.ndarray, vocab_size: int, end_of_document: int, seed: int) -> None:
     """Write PREFIX.bin and PREFIX.idx with documents of the given lengths. The token ids are random, and each document
     ends with the id `end_of_document`.

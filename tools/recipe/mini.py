@@ -23,6 +23,7 @@ import yaml
 from plugins.errors import RecipeError
 from plugins.expert_balance.settings import without_moves
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
+from tools.data.index import read_whole
 from tools.recipe.dump import dump_recipe
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe
@@ -279,10 +280,8 @@ def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, ste
     if config.get("create_compressed_eod_mask"):
         # the same documents, as a full mask: attention ends at the end of a document
         config.update(create_compressed_eod_mask=False, reset_attention_mask=True)
-    config.update(seq_length=model["seq_length"], create_attention_mask=True, data_path=["1", data_path])
-    config.update(split="1, 0, 0", eod=0, pad=-1)  # the corpus is small, and its ids are not those of the recipe
-    for part in ("train", "valid", "test"):
-        config.pop(f"{part}_data_path", None)
+    config.update(seq_length=model["seq_length"], create_attention_mask=True, eod=0)
+    read_whole(config, data_path)
     dataset.update(input_columns=COLUMNS, construct_args_key=list(COLUMNS), num_parallel_workers=1)
     mini["train_dataset_task"]["dataset_config"] = dataset
 

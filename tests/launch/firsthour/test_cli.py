@@ -27,6 +27,7 @@ from tools.files.locks import only_process_in
 from tools.files.page import BEGINS
 from tools.measured import CLUSTER, MEMORY, read_bundle, write_bundle
 from tools.recipe.catalogue import load_card
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -261,9 +262,14 @@ def test_search_takes_the_measured_cluster(hour, monkeypatch):
 
 
 def test_the_small_recipe_trains_on_made_up_data_and_saves(tmp_path):
-    hour = Hour(MINI, tmp_path)
+    recipe = load_recipe(MINI)
+    recipe["train_dataset"]["data_loader"]["config"].update(pad=1, split="1, 1, 1", test_data_path=["1", "elsewhere"])
+    dump_recipe(recipe, tmp_path / "recipe.yaml")
+    hour = Hour(tmp_path / "recipe.yaml", tmp_path)
     hour.write_small()
     small, profiled = load_recipe(hour.small), load_recipe(tmp_path / "profiled.yaml")
+    config = small["train_dataset"]["data_loader"]["config"]
+    assert (config["pad"], config["split"]) == (-1, "1, 0, 0") and "test_data_path" not in config
     assert small["checkpoint"]["save_interleaved_steps"] == 4
     assert (tmp_path / "corpus.bin").is_file()
     assert [one["type"] for one in profiled["callbacks"]][-1] == "ProfileMonitor"

@@ -212,7 +212,7 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
     assert "\n" not in str(error.value)
 
 
-def test_a_compressed_mask_has_room_for_the_conversations_of_each_sample_that_is_read(recipe):
+def test_a_compressed_mask_has_room_for_the_conversations_of_each_sample_that_is_read(recipe, monkeypatch):
     """MindFormers ended the run in the step that reads the first larger sample."""
     loader, mask = "train_dataset.data_loader", "create_compressed_eod_mask"
     given = recipe(60, 30)
@@ -230,6 +230,11 @@ def test_a_compressed_mask_has_room_for_the_conversations_of_each_sample_that_is
         fitted_to_conversations(given, None)
     section["compressed_eod_mask_length"] = int(re.search("write ([0-9]+)", str(error.value))[1])
     fitted_to_conversations(given, None)
+    monkeypatch.setattr(effective, "count_samples", lambda *_: [1] * 1000 + [99])
+    fitted_to_conversations(given, None)
+    section["handler"].insert(2, {"type": "shuffle", "seed": 1})
+    with pytest.raises(RecipeError, match=r"holds 99; write 99, or more"):
+        fitted_to_conversations(given, None)
     section[mask], section["compressed_eod_mask_length"] = False, 2
     fitted_to_conversations(given, None)
 

@@ -231,8 +231,11 @@ def test_a_recipe_need_not_name_callbacks(tmp_path, monkeypatch):
     monkeypatch.setattr(collectives, "launch", lambda flat, run_dir: trained.append(flat))
     recipe = load_recipe(TP2)
     del recipe["callbacks"]
+    recipe["train_dataset"]["data_loader"]["config"].update(pad=1, split="969, 30, 1", valid_data_path=["a"])
     collectives.train(recipe, tmp_path)
     assert trained[0]["callbacks"] == [{"type": "MFLossMonitor"}]
+    config = trained[0]["train_dataset"]["data_loader"]["config"]
+    assert (config["pad"], config["split"]) == (-1, "1, 0, 0") and "valid_data_path" not in config
 
 
 @pytest.mark.parametrize(

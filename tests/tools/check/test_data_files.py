@@ -67,6 +67,8 @@ def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
 def test_a_command_with_data_of_its_own_does_not_look_at_the_recipes(tmp_path, sharded):
     """`tc3 accuracy` trains on made-up data; whether it starts does not depend on what lies in `output/`."""
     recipe = on(write(tmp_path / "data", [400] * 40, vocabulary=5000), plain(MINI_TP2 if sharded else MINI_FILE))
+    held_out = write(tmp_path / "held", [400] * 40, vocabulary=5000)
+    recipe = put(recipe, ("plugins", "held_out_loss"), {"data_path": held_out, "every": 10})
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe, sort_keys=False))
     with pytest.raises(RecipeError, match="5,000"):
@@ -128,6 +130,8 @@ def test_keys_that_name_no_corpus_or_one_twice(prefix):
     assert severities(split=None) == {"split": "error"}
     assert severities(train_data_path=["1", prefix]) == {"train_data_path": "error"}
     assert severities(train_data_path=["1", prefix], data_path=None) == {"train_data_path": "error"}
+    alone = put(put(on(prefix), (*config, "train_data_path"), ["1", prefix]), (*config, "data_path"), None)
+    assert wrong(alone)[f"{dotted(config)}.train_data_path"].right == "leave split out"
     assert severities(train_data_path=["1", prefix], data_path=None, split=None) == {"train_data_path": "warning"}
     assert severities(valid_data_path=["1", prefix], data_path=None, split=None) == {"data_path": "error"}
 
@@ -148,6 +152,7 @@ def test_the_tokens_of_a_corpus_of_another_program(prefix):
     found = wrong(put(on(prefix), masks, True))
     assert found.keys() == {"model.model_config.vocab_size"}
     assert "holds the token id 2048" in found["model.model_config.vocab_size"].wrong
+    assert found["model.model_config.vocab_size"].right == "write at least 2,049, or prepare the corpus again"
     assert wrong(put(put(on(prefix), masks, True), (*LOADER, "config", "pad"), 2048)) == {}, "MindFormers replaces it"
 
 
@@ -156,8 +161,9 @@ def served(recipe, kept=False):
     config = recipe["train_dataset"]["data_loader"]["config"]
     if not kept:
         shutil.rmtree(config["data_path"][1], ignore_errors=True)
+    sizes = recipe["train_dataset"]["data_loader"]["sizes"]
     config = MegatronDatasetBuilder("GPTDataset", config).init_gpt_dataset_config()
-    return BlendedMegatronDatasetBuilder(GPTDataset, [80, 0, 0], lambda: True, config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
 
 
 def test_the_order_that_is_kept_of_another_corpus(tmp_path):
@@ -169,16 +175,64 @@ def test_the_order_that_is_kept_of_another_corpus(tmp_path):
     for lengths in ([300] * 40, [401] + [400] * 39, [400] * 39, [400] * 20 + [399, 401] + [400] * 18):
         write(tmp_path / "data", lengths)
         assert "keeps the order of samples of another corpus" in wrong(recipe)[key].wrong
+    assert wrong(recipe)[key].right.startswith(f"remove {prefix}/cache/GPTDataset_indices/")
+    for name, value in (("split", "100, 0, 0"), ("seed", 4), ("seq_length", 64), ("path_to_cache", "")):
+        assert key not in wrong(put(recipe, (*LOADER, "config", name), value)), "MindFormers does not read it"
+    assert key not in wrong(put(recipe, (*LOADER, "sizes"), [72, 0, 0]))
+    assert key not in wrong(put(recipe, (*LOADER, "config", "data_path"), [prefix]))
+    for value in (3, True, [prefix]):
+        assert "data_loader.config.path_to_cache" in " ".join(wrong(put(recipe, (*LOADER, "config", name), value)))
     write(tmp_path / "data", [500] * 40)
     samples = served(recipe, kept=True)
     with pytest.raises(IndexError, match="dimension is 228"):  # tokens of one sample and of what was a document's end
         [samples[number] for number in range(80)]
     shutil.rmtree(Path(prefix))
     assert key not in wrong(recipe)
-    held_out = {"held_out_loss": {"data_path": write(tmp_path / "held", [400] * 40), "every": 10}}
+    held_out = {"held_out_loss": {"data_path": write(tmp_path / "held", [400] * 40), "every": 10, "samples": 80}}
     served(on(str(tmp_path / "held")), kept=True)
     write(tmp_path / "held", [300] * 40)
     assert wrong(put(recipe, ("plugins",), held_out)).keys() == {"plugins.held_out_loss.data_path"}
+
+
+def test_the_order_of_a_part_that_is_not_trained_may_end_within_a_sample(tmp_path):
+    """MindFormers keeps the last, incomplete sample of the validation part."""
+    recipe = on(write(tmp_path / "data", [401] * 40))
+    for name, value in (("split", "80, 20, 0"), ("drop_last_partial_validation_sequence", False)):
+        recipe = put(recipe, (*LOADER, "config", name), value)
+    recipe = put(recipe, (*LOADER, "sizes"), [80, 8, 0])
+    served(recipe, kept=True)
+    assert "train_dataset.data_loader.config.data_path" not in wrong(recipe)
+    write(tmp_path / "data", [400] * 40)
+    assert "train_dataset.data_loader.config.data_path" in wrong(recipe)
+
+
+def test_the_order_of_each_corpus_of_a_blend(tmp_path):
+    """MindFormers asks each for its share and 0.5 % more, or without weights for one pass."""
+    one, two = (write(tmp_path / name, [400] * 40) for name in "ab")
+    for blend in (["0.3", one, "0.7", two], [one], [one, two, two]):
+        recipe = put(on(one), (*LOADER, "config", "data_path"), blend)
+        served(recipe, kept=True)
+        write(tmp_path / "a", [300] * 40)
+        assert "keeps the order" in wrong(recipe)["train_dataset.data_loader.config.data_path"].wrong
+        write(tmp_path / "a", [400] * 40)
+
+
+def test_a_corpus_without_a_document(tmp_path, prefix):
+    empty, held_out = write(tmp_path / "empty", []), ("plugins", "held_out_loss")
+    found = check_recipe(on(empty)).findings
+    assert [each.key for each in found] == ["train_dataset.data_loader.config.data_path"]
+    assert "holds 0 tokens" in found[0].wrong
+    found = check_recipe(put(on(prefix), held_out, {"data_path": empty, "every": 10})).findings
+    assert [each.key for each in found] == ["plugins.held_out_loss.data_path"]
+
+
+def test_a_token_below_zero(prefix):
+    Path(f"{prefix}.json").unlink()
+    writer = IndexWriter(Path(f"{prefix}.bin"), "int32")
+    writer.add(np.array([400] * 40, np.int32), np.full(16000, -100, np.int32))
+    writer.finish(Path(f"{prefix}.idx"))
+    found = wrong(on(prefix))["model.model_config.vocab_size"]
+    assert "the token id -100" in found.wrong and found.right == "prepare the corpus again"
 
 
 def test_a_padding_id_that_the_text_has(prefix):
@@ -205,7 +259,7 @@ def test_a_padding_id_that_the_text_has(prefix):
         (-1, -1, {}, None),
         (0, 7, {}, None),
         (7, 7, {}, "error"),
-        (7, 7, {"reset_position_ids": True}, "error"),  # the end of a document becomes token 0
+        (7, 7, {"reset_position_ids": True}, "warning"),  # the end of a document becomes token 0
         (0, 0, {}, "error"),  # the loss mask that all samples share
         (0, 0, {"eod_mask_loss": True}, "warning"),
     ],

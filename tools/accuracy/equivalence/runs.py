@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,6 +122,7 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(parents=True, exist_ok=True)
     prefix = folder / "random"
+    shutil.rmtree(prefix / "cache", ignore_errors=True)  # the order of samples of a corpus that was here before
     end = recipe["train_dataset"]["data_loader"]["config"].get("eod") or 0
     write_corpus(prefix, lengths, model["vocab_size"], end, 1)
     return str(prefix)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tools.accuracy.equivalence.runs import MUON
+from tools.data.index import read_whole
 from tools.recipe.load import Recipe
 from tools.recipe.mini_strategy import shares_keys
 
@@ -145,7 +146,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     batch = recipe["runner_config"]["batch_size"]
     loader = recipe["train_dataset"]["data_loader"]
     loader["sizes"] = [steps * batch, 0, 0]
-    loader["config"]["data_path"] = ["1", corpus]
+    read_whole(loader["config"], corpus)
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)

@@ -26,6 +26,7 @@ from tools.accuracy.equivalence.sharding import CLIP, Sharding, shard_size
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
 from tools.check.groups import refused_group, splits_over
+from tools.data.index import read_whole
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -167,7 +168,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=CLIP)
     loader["sizes"] = [steps * batch, 0, 0]
-    loader["config"]["data_path"] = ["1", corpus]
+    read_whole(loader["config"], corpus)
     if variant.apart:
         loader["config"].update(reset_attention_mask=True, reset_position_ids=True, create_attention_mask=True)
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]

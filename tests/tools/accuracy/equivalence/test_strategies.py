@@ -127,9 +127,23 @@ def test_the_corpus_is_the_same_each_time_and_long_enough(tmp_path):
     for end in (".bin", ".idx"):
         assert (tmp_path / f"a/random{end}").read_bytes() == (tmp_path / f"b/random{end}").read_bytes()
     assert first != again
+    (tmp_path / "a/random/cache").mkdir(parents=True)
+    runs.make_corpus(tmp_path / "a", base, 2)
+    assert not (tmp_path / "a/random/cache").exists(), "the order of the samples of the longer one"
     reader = IndexReader(first)
     assert reader.lengths.sum() > 3 * 8 * 129
     assert reader.lengths.sum() < 10 * 3 * 8 * 129
+
+
+def test_the_made_up_corpus_is_read_whole():
+    """The padding id, the split and the parts of the recipe are those of its own corpus."""
+    base = strategies.one_worker(MINI)
+    base["train_dataset"]["data_loader"]["config"].update(pad=1, eod=3, split="969, 30, 1", test_data_path="a")
+    parallel = strategies.derive(base, next(iter(VARIANTS.values())), 3, "corpus")
+    for derived in (parallel, derive_sharded(base, Sharding(tp=2), 3, "corpus")):
+        config = derived["train_dataset"]["data_loader"]["config"]
+        assert [config[key] for key in ("data_path", "pad", "eod", "split")] == [["1", "corpus"], -1, 3, "1, 0, 0"]
+        assert "test_data_path" not in config
 
 
 SHARDED_RECIPES = [
