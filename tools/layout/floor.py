@@ -88,6 +88,10 @@ def _low(costs: StageCosts) -> np.ndarray:
         extra = np.maximum(extra, _freeing(parts, room - ends[:, None, None]))
     found = costs.ends[:, None, None] + work + extra
     found[counts < np.maximum(number + others, least.sum(axis=0)[:, None, None])] = np.inf
+    if instance.updates:
+        both = np.broadcast_arrays(number, np.maximum(late, 0))[-len(instance.types) :]
+        layers = np.repeat(np.stack(both, axis=2)[..., None], instance.stages, axis=3)
+        found[~np.moveaxis(instance.within(instance.in_update(layers)), 2, 0)] = np.inf
     if instance.least_layers:  # the stages before one with early layers have some, too
         found[np.arange(instance.stages) > early, 1:] = np.inf
     return found

@@ -9,6 +9,8 @@ Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the s
     for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight activations
                                                                   + the largest pass and buffers of the layers
                                                                   <= cap                  (exact peak memory)
+    for each stage, in the optimizer's update:   the layers' parameters and gradients + the largest gradient and buffers
+                                                                  <= cap
     for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
 
 The time of a step is the length of the longest chain of operations (`tools.pipeline.timetable`), so the constraints for
@@ -222,22 +224,25 @@ class PathModel:
         _, _, parameters, activation = self.instance.costs
         for stage, peaks in enumerate(self.instance.peaks):
             own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
-            once = self._steps(stage, own)
+            once = self._steps(self.instance.more[:, stage], own)
             room = self.instance.cap - self.instance.least_static[stage]
             for held, ends in zip(peaks, self.instance.kept_by_ends[stage], strict=True):
                 memory = np.zeros(self.shape)
                 memory[:, own] = parameters[:, None] + np.outer(activation, held)
                 self._add_row(-INFINITE, room - ends, memory, {self._excess: -1.0, **once})
-            if any(updated := [self.instance.types[t].updated for t, _ in self.instance.columns]):
-                room = self.instance.cap - np.broadcast_to(self.instance.updated, self.instance.stages)[stage]
-                self._add_row(-INFINITE, room, np.outer(updated, own), {self._excess: -1.0})
+            if self.instance.updates:
+                once = self._steps(self.instance.more_updated[:, stage], own)
+                room = self.instance.cap - self.instance.least_updated[stage]
+                memory = np.outer([self.instance.types[t].updated for t, _ in self.instance.columns], own)
+                self._add_row(-INFINITE, room, memory, {self._excess: -1.0, **once})
 
-    def _steps(self, stage: int, own: np.ndarray) -> dict[int, float]:
-        """Add a variable in {0, 1} for each step of the memory that a stage's layers need once (`Instance.more`): 1
-        means that the stage has a layer that needs as much or more. Return the height of each step.
+    def _steps(self, needs: np.ndarray, own: np.ndarray) -> dict[int, float]:
+        """Add a variable in {0, 1} for each step of the memory that a stage's layers need once, which is given for each
+        column as `needs` [2, K]: 1 means that the stage has a layer that needs as much or more. Return the height of
+        each step.
         """
         found = {}
-        for more in self.instance.more[:, stage].round(9):
+        for more in needs.round(9):
             levels = np.unique(np.append(0.0, more))
             for low, high in itertools.pairwise(levels):
                 there = self._add_variable(1.0)

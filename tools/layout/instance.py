@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError, RecipeError, did_you_mean, not_json, refuse_unknown
+from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from tools.files.atomic import what_is
+from tools.layout.json_place import Place
 from tools.pipeline.schedules import check_schedule, is_v_shaped, splits_backward
 from tools.pipeline.simulate import makespans, stage_peaks
 from tools.pipeline.timetable import Timetable, critical_path, timetable
@@ -57,7 +56,8 @@ class LayerType:
 
     `weight` is the part of `backward` that is weight gradients, which some schedules split off. `buffers` is memory
     that a stage with such layers needs once; a stage with several types needs the largest. `updated` is the memory of a
-    layer in the optimizer's update after the passes, which keeps no activations.
+    layer in the optimizer's update after the passes, which keeps no activations. `zeroed` is memory that the update
+    needs once beside `updated` and `buffers`; a stage with several types needs the largest.
     """
 
     name: str
@@ -69,6 +69,7 @@ class LayerType:
     weight: float = 0.0
     buffers: float = 0.0
     updated: float = 0.0
+    zeroed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Instance:
     working: np.ndarray | float = 0.0  # [stages] what passes of work of no layer need, like `Option.working`
     kept: np.ndarray | float = 0.0  # [C] activation memory of a micro-batch in flight for work of no layer
     updated: np.ndarray | float = 0.0  # [stages] memory of the optimizer's update without layers
+    zeroed: np.ndarray | float = 0.0  # [stages] what work of no layer needs once there, like `LayerType.zeroed`
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -155,21 +157,53 @@ class Instance:
         kept = self.by_stage(np.broadcast_to(self.kept, self.stage_of.shape)).reshape(self.chunks, self.stages)
         return tuple(peaks @ kept[:, stage] for stage, peaks in enumerate(self.peaks))
 
-    @cached_property
-    def _once(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (`least_static`, `more`)."""
-        ends = np.stack([np.broadcast_to(self.working, self.stages), np.zeros(self.stages)])
-        pairs = [(self.types[t].options[o].working, self.types[t].buffers) for t, o in self.columns]
-        rows = np.maximum(np.array(pairs).T[:, None], ends[:, :, None])  # [2, stages, K]
+    def _least_and_more(
+        self, types: list[int], needs: list[tuple[float, float]], ends: np.ndarray | float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the memory [2, stages] that each stage needs at least once, and how much more it needs for each row of
+        `needs`, [2, stages, rows]. Each row holds two needs of layers of the type in `types`; `ends` holds what work
+        outside of layers needs of the first.
+        """
+        own = np.stack([np.broadcast_to(ends, self.stages), np.zeros(self.stages)])
+        rows = np.maximum(np.array(needs).T[:, None], own[:, :, None])
         inner = np.full(len(self.stage_of), self.least_layers)
         inner[[0, -1]] = 0, self.last_layers
         sure = self.by_stage(inner).reshape(self.chunks, self.stages).any(axis=0)
         # if each inner chunk has a layer, the first type's layers do not reach stages after so many chunks
-        early = np.array([t == 0 and len(self.types) > 1 for t, _ in self.columns])
+        early = np.array([t == 0 and len(self.types) > 1 for t in types])
         late = np.arange(self.stages) > (self.types[0].count if self.least_layers else self.stages)
         least = np.where(late[:, None] & early, np.inf, rows).min(axis=2)
-        least = np.where(sure, least, ends)
-        return self.static + least.sum(axis=0), np.maximum(0.0, rows - least[:, :, None])
+        least = np.where(sure, least, own)
+        return least, np.maximum(0.0, rows - least[:, :, None])
+
+    @cached_property
+    def _once(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (`least_static`, `more`)."""
+        needs = [(self.types[t].options[o].working, self.types[t].buffers) for t, o in self.columns]
+        least, more = self._least_and_more([t for t, _ in self.columns], needs, self.working)
+        return self.static + least.sum(axis=0), more
+
+    @cached_property
+    def _update(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return for `in_update` the memory of each stage [stages], of a layer of each type [types], and what a stage
+        needs once for each type [2, types, stages].
+        """
+        needs = [(kind.zeroed, kind.buffers) for kind in self.types]
+        least, more = self._least_and_more(list(range(len(self.types))), needs, self.zeroed)
+        return self.updated + least.sum(axis=0), np.array([kind.updated for kind in self.types]), more.swapaxes(1, 2)
+
+    @cached_property
+    def updates(self) -> bool:
+        """Return whether the optimizer's update needs memory that is known."""
+        return bool(np.any(self.updated)) or any(kind.updated for kind in self.types)
+
+    def in_update(self, layers: np.ndarray, stages: slice = slice(None)) -> np.ndarray:
+        """Return the memory [..., S] in the optimizer's update of S `stages` (default: all), given their numbers of
+        layers of each type [..., types, S].
+        """
+        least, each, more = self._update
+        once = sum(((layers > 0) * row[:, stages]).max(axis=-2) for row in more)
+        return each @ layers + least[stages] + once
 
     @property
     def least_static(self) -> np.ndarray:
@@ -184,6 +218,18 @@ class Instance:
         layers of a given type and recompute option, as an array [2, stages, K].
         """
         return self._once[1]
+
+    @property
+    def least_updated(self) -> np.ndarray:
+        """Return for each stage the memory in the optimizer's update that does not depend on the plan."""
+        return self._update[0]
+
+    @property
+    def more_updated(self) -> np.ndarray:
+        """Return how much more memory than `least_updated` a stage needs once in the optimizer's update if it holds
+        layers of a given type and recompute option, as an array [2, stages, K].
+        """
+        return self._update[2].swapaxes(1, 2)[:, :, [t for t, _ in self.columns]]
 
     @cached_property
     def kept_out(self) -> np.ndarray:
@@ -271,8 +317,7 @@ class Instance:
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
         """Return the peak memory [N, stages] of N plans, which are given as an array [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
-        costs = (*self.costs[2:], [self.types[t].updated for t, _ in self.columns])
-        every, kept, updated = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in costs)
+        every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
         there = np.stack([plans[:, :, self.stage_of == s].any(axis=2) for s in range(self.stages)], axis=1)
         once = sum((there * more).max(axis=2) for more in self.more)
         parameters = every.reshape(shape).sum(axis=1) + self.least_static + once
@@ -280,7 +325,12 @@ class Instance:
         held = [
             (activation[:, :, s] @ peaks.T + self.kept_by_ends[s]).max(axis=1) for s, peaks in enumerate(self.peaks)
         ]
-        return np.maximum(parameters + np.array(held).T, updated.reshape(shape).sum(axis=1) + self.updated)
+        in_passes = parameters + np.array(held).T
+        if not self.updates:
+            return in_passes
+        types = [self.by_stage(plans[:, self.type_columns(t)].sum(axis=1)) for t in range(len(self.types))]
+        layers = np.stack([number.reshape(shape).sum(axis=1) for number in types], axis=1)
+        return np.maximum(in_passes, self.in_update(layers))
 
     def fits(self, plans: np.ndarray) -> np.ndarray:
         """Return for each plan whether all of its stages fit within the memory cap."""
@@ -340,7 +390,6 @@ _KEYS = ("schema", "name", "P", "V", "M", "schedule", "memory_cap", "static_mem"
 _ANSWERS = ("published_optimum", "fast_tuner", "sapp", "best_known", "lower_bound_trivial", "solution_layout")
 _NOTES = ("doc", "units", "source", "provenance", *_ANSWERS)
 _PASSES = 1_000_000
-_LARGEST = 1e15
 # the schema's names; with one chunk all of them are 1F1B
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_1f1b_less_memory")
 
@@ -362,7 +411,7 @@ def read_instance(path: Path) -> Instance:
         recipe = path.suffix in (".yaml", ".yml")
         advice = f"; for a recipe, run `tc3 search {path}`" if recipe else ""
         raise DataError(f"{path}: the file {not_json(error)}{advice}") from None
-    root = _Place(path, "", content)
+    root = Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
         schema.refuse(f"the schema must be {SCHEMA!r}")
@@ -398,7 +447,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
+def _schedule(place: Place, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
         place.refuse(f"the schedule must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
@@ -414,7 +463,7 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
     return name
 
 
-def _named_apart(place: _Place) -> list[_Place]:
+def _named_apart(place: Place) -> list[Place]:
     """Return the mappings of a list, of which no two may have one name: a plan could not say which of them it means."""
     first: dict[str, str] = {}
     for item in place.items():
@@ -425,7 +474,7 @@ def _named_apart(place: _Place) -> list[_Place]:
     return place.items()
 
 
-def _layer_type(place: _Place) -> LayerType:
+def _layer_type(place: Place) -> LayerType:
     place.only("name", "count", "fwd", "bwd", "param_mem", "options")
     options = []
     for option in _named_apart(place.key("options")):
@@ -437,63 +486,6 @@ def _layer_type(place: _Place) -> LayerType:
     return LayerType(place.key("name").text(), count, *times, memory, tuple(options))
 
 
-def _both(place: _Place) -> tuple[float, float]:
+def _both(place: Place) -> tuple[float, float]:
     place.only("fwd", "bwd")
     return place.key("fwd").number(), place.key("bwd").number()
-
-
-class _Place:
-    """A `_Place` is a value of the file with the key path at which it stands."""
-
-    def __init__(self, path: Path, where: str, value: Any):
-        self.path, self.where, self.value = path, where, value
-
-    def refuse(self, want: str) -> None:
-        """Raise `DataError` with the file, the key path, the wrong value, and the condition that the value must
-        meet.
-        """
-        shown = json.dumps(self.value)
-        shown = shown if len(shown) < 60 else f"{shown[:60]}..."
-        raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
-
-    def key(self, name: str) -> _Place:
-        """Return the value of a key of this mapping; raise `DataError` if the key is missing."""
-        if not isinstance(self.value, dict):
-            self.refuse("the value must be a mapping")
-        where = f"{self.where}.{name}" if self.where else name
-        if name not in self.value:
-            near = "".join(f" (the file has {each!r})" for each in get_close_matches(name, self.value, 1))
-            raise DataError(f"{self.path}: {where}: the key is missing{near}")
-        return _Place(self.path, where, self.value[name])
-
-    def only(self, *known: str) -> None:
-        """Raise `DataError` for keys of this mapping that are not in `known`, except for notes (keys that begin with
-        "about").
-        """
-        keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
-        refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
-
-    def items(self) -> list[_Place]:
-        """Return the values of this list; raise `DataError` if it is empty."""
-        if not isinstance(self.value, list) or not self.value:
-            self.refuse("the value must be a list that is not empty")
-        return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
-
-    def text(self) -> str:
-        return self._checked(lambda value: isinstance(value, str) and bool(value), "the value must be a text")
-
-    def whole(self, most: int) -> int:
-        want = f"the value must be 1, 2, 3, ... up to {most:,}"
-        return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
-
-    def number(self, least: float = 0.0) -> float:
-        def good(value: Any) -> bool:
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return number and least <= value <= _LARGEST and value >= -_LARGEST
-
-        return float(self._checked(good, f"the value must be a number{', 0 or more' * (least == 0)}"))
-
-    def _checked(self, good: Callable[[Any], bool], want: str) -> Any:
-        if not good(self.value):
-            self.refuse(want)
-        return self.value

@@ -24,7 +24,7 @@ import numpy as np
 
 from tools.layout.budget import Budget
 from tools.layout.instance import CAP_TOLERANCE, SCHEDULES, Instance
-from tools.layout.stage_costs import compositions, least_layers
+from tools.layout.stage_costs import compositions, least_layers, updates_within
 from tools.pipeline.simulate import makespans
 
 # effort of each simulated operation, of each way to share out a stage's layers among its chunks, of each of these whose
@@ -227,6 +227,8 @@ def _ways(
     """Yield ([V] ms of recomputation, [V, K] layers of each column) that keep the memory and are under `most` ms: of
     those with the same layers none takes more in every chunk than another one.
     """
+    if not updates_within(instance, stage, counts):
+        return
     peaks = instance.peaks[stage].astype(float)
     parameters = float((counts @ np.array([kind.parameters for kind in instance.types])).sum())
     most_held = instance.cap + CAP_TOLERANCE - float(instance.least_static[stage]) - parameters

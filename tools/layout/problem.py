@@ -3,7 +3,8 @@ that the estimator predicts.
 
 Times are in milliseconds, and memory is in GiB. The layer types are "dense" and "moe". Embedding, head and MTP layers
 stay on the first and last stage: their times are the head and tail of the instance, and their weights are static
-memory. The memory of each plan is that which the estimator predicts for the fullest moment of the passes.
+memory. The memory of each plan is that which the estimator predicts for the fullest moment of the passes or of the
+optimizer's update.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ import numpy as np
 from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered, parts_of
 from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
-from tools.estimate.memory.model import buffers_of, counted_weights, static_memory, update_gradients, updating
+from tools.estimate.memory.model import (
+    buffers_of,
+    counted_weights,
+    kind_weights,
+    static_memory,
+    update_gradients,
+    updating,
+)
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
-from tools.model import Weight, weights
 from tools.pipeline.schedules import is_v_shaped
 
 OPTIONS = ("none", "communication", "select", "full")
@@ -100,8 +107,7 @@ def pipeline_instance(
     names = tuple(joined(groups[:count]) for count in range(len(groups) + 1)) if groups else OPTIONS[:-1]
     named = tuple((name, config.layers) for name in groups if name != NORMS)
     probe = replace(probe, recompute=replace(recompute, operators=named))
-    static, parameters = _parameters(probe, kinds)
-    updated, each_updated = _updated(probe, kinds, cap_bytes)
+    (static, updated), parameters = _parameters(probe, kinds)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
     tail = [times["head"]]
     if config.model.mtp:  # with what it repeats in its backward
@@ -117,11 +123,12 @@ def pipeline_instance(
             config.model.pattern.count(kind),
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
-            parameters[kind] / GIB,
+            parameters[kind][0] / GIB,
             _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
             buffers_of(probe, [kind]) / GIB,
-            each_updated[kind] / GIB,
+            parameters[kind][1] / GIB,
+            _zeroed(probe, [kind]) / GIB,
         )
         for kind in kinds
     )
@@ -147,6 +154,7 @@ def pipeline_instance(
         working=passes / GIB,
         kept=kept / GIB,
         updated=updated / GIB,
+        zeroed=np.array([_zeroed(probe, own) for own in _kinds_of_ends(probe)]) / GIB,
     )
 
 
@@ -216,39 +224,35 @@ def _options(
     return tuple(found)
 
 
-def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray, dict[str, float]]:
-    """Return bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
-    ends, each = by_layers(config, kinds, lambda laid, stage: np.array([sum(static_memory(laid, stage))]))
-    return ends[:, 0], {kind: float(value[0]) for kind, value in each.items()}
-
-
-def _updated(config: Configuration, kinds: Sequence[str], cap: float) -> tuple[np.ndarray, dict[str, float]]:
-    """Return bytes in the optimizer's update, of which the instance knows only what is a sum over layers: [stages]
-    without any layer, and of a layer of each kind. What a stage with layers needs once for the largest of its weights,
-    and for buffers, is that of its ends or, where an empty stage has room for it too, at least that of one layer.
+def _parameters(config: Configuration, kinds: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return bytes that are a sum over layers: those that stay for the whole step, and those that the optimizer's
+    update has; without any layer [2, stages], and of a layer of each kind [2]. An update that makes no new tensors has
+    0: it needs less than the passes.
     """
-    if not update_gradients(config, counted_weights(config, 0)):
-        return np.zeros(config.pp), dict.fromkeys(kinds, 0.0)
+    some = _zeroed(config, ("embedding", *kinds, "head")) > 0
 
     def summed(laid: Configuration, stage: int) -> np.ndarray:
-        divided = sum(size for size, _ in update_gradients(laid, counted_weights(laid, stage)))
-        return np.array([sum(static_memory(laid, stage)[:3]) + divided])
-
-    def once(counted: Iterable[tuple[Weight, int]], kinds: Iterable[str]) -> float:
-        return updating((0.0, size) for _, size in update_gradients(config, counted)) + buffers_of(config, kinds)
+        static = static_memory(laid, stage)
+        gradients = update_gradients(laid, counted_weights(laid, stage)) if some else []
+        return np.array([sum(static), some * (sum(static[:3]) + sum(divided for divided, _ in gradients))])
 
     ends, each = by_layers(config, kinds, summed)
-    model, chunks, end = config.model, config.pp * config.chunks, _last_stage(config)
-    layer = min(once([(one, 1) for one in weights(model, kind, config.shared_whole)], [kind]) for kind in kinds)
-    found = np.zeros(config.pp)
-    for stage in range(config.pp):
-        counts = [0] * chunks
-        counts[0 if stage == end else -1] = model.layers  # all of them elsewhere, if there is another stage
-        empty = replace(config, layers=table_of(config, counts))
-        own = once(counted_weights(empty, stage), kinds if config.pp == 1 else ())
-        both = max(own, layer)
-        found[stage] = ends[stage, 0] + (both if ends[stage, 0] + both <= cap else own)
-    return found, {kind: float(value[0]) for kind, value in each.items()}
+    return ends.T, each
+
+
+def _zeroed(config: Configuration, kinds: Sequence[str]) -> float:
+    """Return bytes that the optimizer's update of a stage with such layers needs once, for the largest gradient."""
+    gradients = update_gradients(config, ((weight, 1) for kind in kinds for weight in kind_weights(config, kind)))
+    return updating((0.0, summed) for _, summed in gradients)
+
+
+def _kinds_of_ends(config: Configuration) -> list[list[str]]:
+    """Return for each stage the kinds of layers that it has whatever the plan is; some may be named twice."""
+    found: list[list[str]] = [[] for _ in range(config.pp)]
+    found[0].append("embedding")
+    mtp, repeated = config.model.mtp > 0, config.model.mtp > 0 or config.model.tied
+    found[_last_stage(config)] += ["head", *["mtp"] * mtp, *["embedding"] * repeated]
+    return found
 
 
 def by_layers(

@@ -52,7 +52,6 @@ class StageCosts:
         ends = instance.by_stage(instance.ends.sum(axis=0)).reshape(instance.chunks, instance.stages)
         self.ends = ends.sum(axis=0)
         self.room = instance.cap + CAP_TOLERANCE - instance.least_static
-        self.update_room = np.broadcast_to(instance.cap + CAP_TOLERANCE - instance.updated, instance.stages)
         self._last = int(instance.stage_of[-1])
         self._known: dict[tuple[int, Stage], tuple[float, np.ndarray] | None] = {}
         self._prefix = np.array(
@@ -77,7 +76,7 @@ class StageCosts:
     def _least(self, stage: int, layers: Stage) -> tuple[float, np.ndarray] | None:
         counts = np.array(layers)
         room = self.room[stage] - float((counts @ self.parameters).sum())
-        if float((counts @ [kind.updated for kind in self.instance.types]).sum()) > self.update_room[stage]:
+        if not updates_within(self.instance, stage, counts):
             return None
         items = [(c, t, int(n)) for (c, t), n in np.ndenumerate(counts) if n]
         choices = [self._choices(stage, *item) for item in items]
@@ -265,6 +264,14 @@ class StageCosts:
         """
         top = float(works.max())
         return self.instance.micro_batches * top + (float(works.sum()) - top) / self.instance.chunks
+
+
+def updates_within(instance: Instance, stage: int, counts: np.ndarray) -> bool:
+    """Return whether a stage with these layers [chunks, types] keeps the memory cap in the optimizer's update."""
+    if not instance.updates:
+        return True
+    memory = instance.in_update(counts.sum(axis=0)[:, None], slice(stage, stage + 1))
+    return bool(instance.within(memory)[0])
 
 
 def least_layers(instance: Instance) -> np.ndarray:

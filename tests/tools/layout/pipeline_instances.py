@@ -48,20 +48,24 @@ def instance(folder, **numbers):
     return read_instance(path)
 
 
-def with_passes(problem, height):
+def with_passes(problem, height, update=0.0):
     """The instance in which passes and buffers need memory once: the more, the stronger the option and the later the
-    type; the last stage's ends need as much as a middling option. The ends keep activations, too.
+    type; the last stage's ends need as much as a middling option. The ends keep activations, too. The optimizer's
+    update needs memory for each layer, and once the more, the later the type; the first stage's ends need a part of it.
     """
 
     def type_of(number, kind):
         options = tuple(replace(o, working=height * (number + 2 * n)) for n, o in enumerate(kind.options))
-        return replace(kind, options=options, buffers=height * (0.5 - 0.3 * number))
+        updated, zeroed = update * (1 + 0.2 * number), update * (0.3 + 1.5 * number)
+        return replace(kind, options=options, buffers=height * (0.5 - 0.3 * number), updated=updated, zeroed=zeroed)
 
     types = tuple(type_of(number, kind) for number, kind in enumerate(problem.types))
     ends = np.where(np.arange(problem.stages) == problem.stages - 1, 1.5 * height, 0.0)
     kept = np.zeros(len(problem.stage_of))
     kept[0], kept[-1] = 0.2 * height, 0.4 * height
-    return replace(problem, types=types, working=ends, kept=kept)
+    zeroed = np.where(np.arange(problem.stages) == 0, 0.9 * update, 0.0)
+    updated = problem.static * (update > 0)
+    return replace(problem, types=types, working=ends, kept=kept, updated=updated, zeroed=zeroed)
 
 
 def all_plans(problem):

@@ -30,7 +30,7 @@ def small(draw):
     with tempfile.TemporaryDirectory() as folder:
         numbers = {"counts": counts, "cap": cap, "micro_batches": micro_batches}
         made = instance(folder, stages=stages, chunks=chunks, options=draw(st.sampled_from([2, 3])), **numbers)
-    made = with_passes(made, draw(st.sampled_from([0.0, 3.0, 9.0])))
+    made = with_passes(made, draw(st.sampled_from([0.0, 3.0, 9.0])), draw(st.sampled_from([0.0, 9.0, 14.0])))
     order = tuple(option.name for option in made.types[0].options[::-1])
     last = draw(st.sampled_from(["", order[0]]))
     ruled = replace(made, last_layers=1, last_option=last, order=order)

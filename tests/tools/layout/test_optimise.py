@@ -90,8 +90,8 @@ def test_no_plan_is_better_on_random_instances(data):
     micro_batches = stages * data.draw(st.integers(1, 3))
     with tempfile.TemporaryDirectory() as folder:
         numbers = {"counts": counts, "cap": float(cap), "scale": scale, "micro_batches": micro_batches}
-        height = data.draw(st.sampled_from([0.0, 3.0, 9.0]))
-        compare(with_passes(instance(folder, stages=stages, chunks=chunks, **numbers), height))
+        height, update = data.draw(st.sampled_from([0.0, 3.0, 9.0])), data.draw(st.sampled_from([0.0, 9.0, 14.0]))
+        compare(with_passes(instance(folder, stages=stages, chunks=chunks, **numbers), height, update))
 
 
 def test_a_cap_that_no_plan_keeps_says_what_is_missing(tmp_path):

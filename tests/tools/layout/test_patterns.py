@@ -38,7 +38,7 @@ def small(draw):
         made = instance(folder, stages=stages, chunks=chunks, options=options, **numbers)
     if draw(st.booleans()):  # early layers that take longer than late ones
         made = replace(made, types=tuple(replace(k, forward=5 - k.forward) for k in made.types))
-    made = with_passes(made, draw(st.sampled_from([0.0, 3.0, 9.0])))
+    made = with_passes(made, draw(st.sampled_from([0.0, 3.0, 9.0])), draw(st.sampled_from([0.0, 9.0, 14.0])))
     order = tuple(option.name for option in made.types[0].options[::-1])
     last = draw(st.sampled_from(["", order[0]]))
     ruled = replace(made, last_layers=1, last_option=last, order=order)

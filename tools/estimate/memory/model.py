@@ -19,7 +19,7 @@ order of operations. Fragmentation by the allocator is not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -97,13 +97,13 @@ def counted_weights(config: Configuration, stage: int) -> list[tuple[Weight, int
     kinds = Counter(kind for chunk in config.stage_kinds(stage) for kind in chunk)
     if kinds["head"] and not kinds["embedding"] and (config.model.mtp or config.model.tied):
         kinds["embedding"] = 1
+    return [(weight, count) for kind, count in kinds.items() if count for weight in kind_weights(config, kind)]
+
+
+def kind_weights(config: Configuration, kind: str) -> Sequence[Weight]:
+    """Return the weights of one layer of a kind, with those of its adapters."""
     model, whole, adapters = config.model, config.shared_whole, config.adapters
-    return [
-        (weight, count)
-        for kind, count in kinds.items()
-        if count
-        for weight in (with_adapters(model, kind, adapters, whole) if adapters else weights(model, kind, whole))
-    ]
+    return with_adapters(model, kind, adapters, whole) if adapters else weights(model, kind, whole)
 
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
