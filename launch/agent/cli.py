@@ -124,17 +124,19 @@ class Start:
         """Return whether the user has named a checkpoint without `auto`, and no attempt has gone on from it yet, so
         that the run leaves what it has saved after that checkpoint.
         """
-        return self.resume not in (None, "auto") and not self._has_begun_from(str(self.resume))
+        return self.resume not in (None, "auto") and not self._has_begun_from(str(self.resume), True)
 
-    def _has_begun_from(self, given: str) -> bool:
-        """Return whether an attempt has been planned that goes on from the folder `given`; also if a plan cannot be
-        read, because what the run has saved since would be left behind.
+    def _has_begun_from(self, given: str, named: bool = False) -> bool:
+        """Return whether an attempt has been planned that goes on from the folder `given`, with `named` because a user
+        named it; also if a plan cannot be read, because what the run has saved since would be left behind.
         """
         files = [folder_of(self.run_dir, number) / PLAN for number in numbers(self.run_dir)]
         plans = [read(file, Plan) for file in files]
         if any(plan is None and file.exists() for file, plan in zip(files, plans, strict=True)):
             return True
-        return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
+        begun = [plan for plan in plans if plan and plan.resume and real_path(plan.resume) == real_path(given)]
+        own = real_path(Path(given).parent) == real_path(self.saves)  # so that a run may go on from it by itself
+        return any(plan.branch or not (named and own) for plan in begun)
 
     def prepare(self, plan: Plan) -> Recipe:
         """Check the checkpoint from which an attempt continues, and return the recipe of the attempt."""

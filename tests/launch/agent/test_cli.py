@@ -290,6 +290,12 @@ def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeu
     file.write_text(known)
     assert plan(str(own), number=2).path == own
     assert plan(str(own), number=3).path == newer, "once"
+    assert plan(str(newer), number=4).path == newer
+    assert plan(str(newer), number=5).path == newer
+    last = save(run_dir / "checkpoint", 80)
+    assert plan("auto", number=6).path == last
+    save(run_dir / "checkpoint", 90)
+    assert plan(str(last), number=7).path == last, "attempt 6 went on from it, but nobody had named it"
 
 
 def test_auto_alone_finds_what_the_run_began_from(requeued, capsys):
