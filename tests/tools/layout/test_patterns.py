@@ -177,8 +177,8 @@ def test_no_plan_is_under_the_bound(made, seed, receiving, share):
 def test_it_is_close_to_the_best_plan(made):
     plans = plans_of(made)
     bound = weighted_bound(made, FAR, Budget(100.0))
-    if not len(plans):
-        assert bound == FAR
+    if not len(plans):  # a mixture of plans may keep the memory where no plan does, but not where no layer fits
+        assert weighted_bound(replace(made, cap=float(np.max(made.static))), FAR, Budget(100.0)) == FAR
     else:  # few layers, so that a mixture of plans is shorter than any of them
         assert bound >= 0.8 * made.step_times(plans).min()
 
