@@ -161,8 +161,8 @@ class Disk:
         return self.guess()
 
     def guess(self) -> float:
-        """Return the time as `now` does, but from the last write alone, without asking the disk; NaN before the first
-        write.
+        """Return the time as `now` does, but compute it from the last write only, without asking the disk; return NaN
+        before the first write.
         """
         return self._clock[0] + self.ticks() - self._clock[1] if self._clock else math.nan
 

@@ -82,7 +82,7 @@ def refuse_busy(folder: Path, busy: Busy) -> None:
 
 
 def is_left(folder: Path) -> bool:
-    """Return whether a command of this host has written that it holds the lock of a folder, and its process is no more;
+    """Return whether a command of this host has written that it holds the lock of a folder, and this process has ended;
     False if several commands held the lock, or a command of another host, or if the lock is held, as by a process of a
     container that has this host's name and numbers of processes of its own.
     """

@@ -27,7 +27,7 @@ import numpy as np
 
 from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from tools.files.atomic import what_is
-from tools.layout.json_place import Place
+from tools.layout.json_value import JsonValue
 from tools.pipeline.schedules import check_schedule, is_v_shaped, splits_backward
 from tools.pipeline.simulate import makespans, stage_peaks
 from tools.pipeline.timetable import Timetable, critical_path, timetable
@@ -411,7 +411,7 @@ def read_instance(path: Path) -> Instance:
         recipe = path.suffix in (".yaml", ".yml")
         advice = f"; for a recipe, run `tc3 search {path}`" if recipe else ""
         raise DataError(f"{path}: the file {not_json(error)}{advice}") from None
-    root = Place(path, "", content)
+    root = JsonValue(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
         schema.refuse(f"the schema must be {SCHEMA!r}")
@@ -447,7 +447,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _schedule(place: Place, stages: int, chunks: int, micro_batches: int) -> str:
+def _schedule(place: JsonValue, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
         place.refuse(f"the schedule must be one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
@@ -463,7 +463,7 @@ def _schedule(place: Place, stages: int, chunks: int, micro_batches: int) -> str
     return name
 
 
-def _named_apart(place: Place) -> list[Place]:
+def _named_apart(place: JsonValue) -> list[JsonValue]:
     """Return the mappings of a list, of which no two may have one name: a plan could not say which of them it means."""
     first: dict[str, str] = {}
     for item in place.items():
@@ -474,7 +474,7 @@ def _named_apart(place: Place) -> list[Place]:
     return place.items()
 
 
-def _layer_type(place: Place) -> LayerType:
+def _layer_type(place: JsonValue) -> LayerType:
     place.only("name", "count", "fwd", "bwd", "param_mem", "options")
     options = []
     for option in _named_apart(place.key("options")):
@@ -486,6 +486,6 @@ def _layer_type(place: Place) -> LayerType:
     return LayerType(place.key("name").text(), count, *times, memory, tuple(options))
 
 
-def _both(place: Place) -> tuple[float, float]:
+def _both(place: JsonValue) -> tuple[float, float]:
     place.only("fwd", "bwd")
     return place.key("fwd").number(), place.key("bwd").number()

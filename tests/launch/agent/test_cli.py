@@ -277,7 +277,7 @@ def test_a_job_that_leaves_a_branch_does_not_take_it_for_its_own(requeued, save)
 
 
 def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeued, save):
-    """The attempt was without a verdict, so the run went on from the newest checkpoint, whatever --resume said."""
+    """The last attempt had no verdict, so the run continued from the newest checkpoint and ignored --resume."""
     plan, old, run_dir = requeued
     assert plan(str(old), number=0, again=False).path == old
     own, newer = save(run_dir / "checkpoint", 60), save(run_dir / "checkpoint", 70)

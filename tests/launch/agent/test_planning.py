@@ -251,7 +251,9 @@ def test_an_agent_joins_the_attempt_that_another_one_begins_while_it_looks(tmp_p
 
 
 def test_an_agent_that_reads_what_an_attempt_wrote_meanwhile_joins_that_attempt(tmp_path, monkeypatch):
-    """It took the lines of the attempt that another agent had begun for those of one whose folder was removed."""
+    """The agent took the metrics of an attempt that another agent had just begun for metrics of an older attempt whose
+    folder had been removed, and joined an attempt with a higher number.
+    """
     written = planning._written
 
     def slow(*folders):
@@ -405,7 +407,7 @@ def planned(tmp_path, last, there, most=2):
 
 @pytest.mark.parametrize("before", [{"hosts": [A], "slots": 4}, {"hosts": [A, B, "c", "d"], "slots": 1}])
 def test_agents_that_are_started_on_another_number_of_nodes_plan_for_these(tmp_path, before):
-    """All agents had been killed. The new ones trained on the first of two hosts alone, or waited for four."""
+    """All agents had been killed. The new agents trained on only one of their two hosts, or waited for four hosts."""
     lost = judged(*(end(host, 100, "lost node") for host in before["hosts"]), hosts=before["hosts"])
     lost = replace(lost, plan=replace(lost.plan, **before), verdict=replace(lost.verdict, decision="restart"))
     assert planned(tmp_path, lost, [A, B]) == ([A, B], [])

@@ -136,7 +136,7 @@ def test_the_corpus_is_the_same_each_time_and_long_enough(tmp_path):
 
 
 def test_the_made_up_corpus_is_read_whole():
-    """The padding id, the split and the parts of the recipe are those of its own corpus."""
+    """The recipe's padding id and split belong to the recipe's own corpus, and are not used for a made-up corpus."""
     base = strategies.one_worker(MINI)
     base["train_dataset"]["data_loader"]["config"].update(pad=1, eod=3, split="969, 30, 1", test_data_path="a")
     parallel = strategies.derive(base, next(iter(VARIANTS.values())), 3, "corpus")

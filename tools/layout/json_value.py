@@ -13,8 +13,8 @@ from plugins.errors import DataError, refuse_unknown
 _LARGEST = 1e15
 
 
-class Place:
-    """A `Place` is a value of the file with the key path at which it stands."""
+class JsonValue:
+    """A `JsonValue` is a value of the file, with the key path at which the value stands."""
 
     def __init__(self, path: Path, where: str, value: Any):
         self.path, self.where, self.value = path, where, value
@@ -27,7 +27,7 @@ class Place:
         shown = shown if len(shown) < 60 else f"{shown[:60]}..."
         raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
 
-    def key(self, name: str) -> Place:
+    def key(self, name: str) -> JsonValue:
         """Return the value of a key of this mapping; raise `DataError` if the key is missing."""
         if not isinstance(self.value, dict):
             self.refuse("the value must be a mapping")
@@ -35,7 +35,7 @@ class Place:
         if name not in self.value:
             near = "".join(f" (the file has {each!r})" for each in get_close_matches(name, self.value, 1))
             raise DataError(f"{self.path}: {where}: the key is missing{near}")
-        return Place(self.path, where, self.value[name])
+        return JsonValue(self.path, where, self.value[name])
 
     def only(self, *known: str) -> None:
         """Raise `DataError` for keys of this mapping that are not in `known`, except for notes (keys that begin with
@@ -44,11 +44,11 @@ class Place:
         keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
         refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
 
-    def items(self) -> list[Place]:
+    def items(self) -> list[JsonValue]:
         """Return the values of this list; raise `DataError` if it is empty."""
         if not isinstance(self.value, list) or not self.value:
             self.refuse("the value must be a list that is not empty")
-        return [Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
+        return [JsonValue(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self) -> str:
         """Return this value, which must be a text that is not empty."""
