@@ -65,17 +65,6 @@ def test_other_ways_to_stretch_positions_are_refused_by_name(kind, right):
 
 
 @pytest.mark.parametrize(
-    ("target", "refused"),
-    [("decoder.layers.*", True), ("decoder.layers.*weight", False), ("decoder.layers.0.*", False), ("(", False)],
-)
-def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, refused):
-    """The first layer of the mini is dense; a pattern that is none is for MindFormers to refuse."""
-    rules = [{"target": target, "init_method_std": 0.02}]
-    key = (*MODEL, "param_init_std_rules")
-    assert (dotted(key) in findings(change(MINI, (key, rules)))) == refused
-
-
-@pytest.mark.parametrize(
     ("path", "value", "key", "said"),
     [
         (("plugins", "yarn"), {"factor": 4}, "plugins.yarn.factor", "no such setting"),
