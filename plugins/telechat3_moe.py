@@ -34,11 +34,13 @@ from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen
 
 relies_on(TransformerLayer, "actual_seq_len=None,\n            sharded_key=None,")  # arguments come by their places
+relies_on(GPTModel, "if pattern.match(param_name, timeout=MAX_REGEX_MATCH_TIME):")  # see `Spared`
 
 _experts: list[Any] = []
 _edits: dict[str, Callable[[Any], None]] = {}
 _layer_edits: dict[str, Callable[[list[Any]], None]] = {}
 _layers: list[tuple[Any, dict[str, Any]]] = []
+_spared: dict[str, tuple[str, ...]] = {}
 _templates: list[Callable[[Any], Any]] = []
 _positions: list[Callable[[Any], AbstractContextManager[Callable[[Any], None]]]] = []
 
@@ -87,6 +89,27 @@ def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
                 edit(cell)
 
     edit_model(plugin, edit_all)
+
+
+def spare(plugin: str, ends: tuple[str, ...]) -> None:
+    """Let parameters whose names end with one of `ends`, in models that are built later, begin with the values that
+    their plugin gives them, whatever `param_init_std_rules` of the recipe says.
+    """
+    _spared[plugin] = ends
+
+
+class Spared:
+    """A `Spared` is the compiled pattern of one of MindFormers' `param_init_std_rules`, which does not match the
+    parameters that `spare` has named. MindFormers would fill them with random numbers, also whole numbers with zeros.
+    """
+
+    def __init__(self, pattern: Any):
+        self.pattern = pattern
+
+    def match(self, name: str, **options: Any) -> Any:
+        """Return the match of a parameter's name; return None if the parameter is spared."""
+        own = any(name.endswith(ends) for ends in _spared.values())
+        return None if own else self.pattern.match(name, **options)
 
 
 def apply_edits(model) -> None:
@@ -206,6 +229,8 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
         config: TransformerConfig.
         edit_layer: a function that is called with each distinct layer spec, before `edit_layers` and `use_experts`.
     """
+    if rules := config.param_init_std_rules:
+        config.param_init_std_rules = [{**rule, "target": Spared(rule["target"])} for rule in rules]
     block = get_gpt_decoder_block_spec(config)
     layers = list({id(spec): spec for spec in block.layer_specs}.values())
     for layer in layers:

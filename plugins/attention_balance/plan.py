@@ -51,7 +51,9 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 
     Args:
         costs: float64 [W, batch]; batch is a multiple of `unit`.
-        unit: the number of samples that stay together. Returns:
+        unit: the number of samples that stay together.
+
+    Returns:
         int64 [W, batch]: indices into the flattened costs, each once; a step's are rising.
     """
     window, batch = costs.shape

@@ -218,15 +218,11 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
     one before it.
 
         stride 0            step by step: all chunks' first step, then all chunks' second
-        A step comes after all earlier steps of its chunk, so in-order streams cannot wait for each other; the order
-            depends only on the arguments, so it cannot differ between ranks.
-        Automatic differentiation reads the order backwards, which gives the same order with the chunks counted from the
-            last one.
         stride len(steps)   chunk by chunk
 
-    A step comes after all earlier steps of its chunk, so in-order streams cannot wait for each other, and the order
-    depends on nothing but the arguments, so ranks cannot differ. Read backwards, as automatic differentiation does, it
-    is the same order with chunks counted from the last.
+    A step comes after all earlier steps of its chunk, so in-order streams cannot wait for each other; the order depends
+    only on the arguments, so it cannot differ between ranks. Automatic differentiation reads the order backwards, which
+    gives the same order with the chunks counted from the last one.
     """
     places = [(stride * chunk + index, chunk, step) for chunk in range(chunks) for index, step in enumerate(steps)]
     return [(chunk, step) for _, chunk, step in sorted(places, key=lambda place: place[:2])]

@@ -11,7 +11,7 @@ from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
 from plugins.batch_ramp.plan import Ramp, division_of, ramp_of
-from plugins.expert_balance.settings import Settings, check, read
+from plugins.expert_balance.settings import KEY, Settings, check, read
 from plugins.semi_auto_cpu.chosen import chosen
 
 
@@ -32,6 +32,7 @@ def enable(config, settings) -> None:
         experts=config.model.model_config.n_routed_experts,
         sharded=sharded,
     )
+    telechat3_moe.spare(KEY, (".placement",))
     if sharded:
         _in_graph(config, ours)
     else:

@@ -48,9 +48,8 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
     1. Take the device with the most tokens.
     2. Of all pairs of an expert of this device and another device with an empty spare slot, take the pair after which
        the fuller of the two devices has the fewest tokens. A device takes no second copy of an expert that it holds.
-    Put a copy of the expert on the other device: all devices that already hold the expert get fewer tokens, and the
-       device with the new copy gets more. Put the copy there: all devices with the expert get emptier, the one with the
-       copy fuller.
+    3. Put a copy of the expert on the other device: all devices that already hold the expert get fewer tokens, and the
+       device with the new copy gets more.
     4. Repeat until no pair lowers the load of the fullest device by the share `least`, or no empty slot is left.
 
     Args:
@@ -131,7 +130,8 @@ def next_copies(
 
     A layer has copies only if they lower its predicted imbalance (max/mean over the devices) by at least the gate's
     share. A layer keeps its present copies if none of its experts moves and no other copies would lower the imbalance
-    by this share again. With `method: random` the spare slots are filled at random.
+    by this share again; fewer copies take their place unless the imbalance would rise by this share. With `method:
+    random` the spare slots are filled at random.
 
     Args:
         predicted: [layers, E], `Prediction.loads`. slots: int [layers, E], the placement from now on.
@@ -151,9 +151,10 @@ def next_copies(
         )
         if without - best < settings.gate * without or best >= without:
             wanted, best = np.full_like(wanted, NOTHING), without
-        more = (wanted != NOTHING).sum() >= (old[layer] != NOTHING).sum()
-        keep = stayed[layer] and more and (now - best < settings.gate * now or best >= now)
-        new[layer] = old[layer] if keep else wanted
+        fewer = (wanted != NOTHING).sum() < (old[layer] != NOTHING).sum()
+        differ = best != now and abs(best - now) >= settings.gate * max(best, now)
+        keep = (differ and best > now) if fewer else (not differ or best > now)
+        new[layer] = old[layer] if stayed[layer] and keep else wanted
     return new
 
 

@@ -13,8 +13,9 @@ compare whole numbers, whose sums are the same in any order, and among equal loa
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -306,7 +307,8 @@ def next_placement(
         devices: the number of ranks of the EP group.
         step: the step after which the plan is made; layer: the row of the layer. Both are only the seed of `method:
             random`.
-        nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned.
+        nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned; if
+            the limit on moves keeps such a plan from passing the gate, a plan for devices alone is tried.
 
     Returns:
         A new placement if it lowers max/mean of `predicted` by at least the gate's share, otherwise `old` (random:
@@ -317,11 +319,17 @@ def next_placement(
         return np.random.default_rng([step, layer]).permutation(len(old))
     loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
     most = None if settings.moves is None else settings.moves // 2
+    limits: dict[str, Any] = {"most": most, "aligned": settings.method == "aligned"}
+    plans = [partial(swaps, loads, old, devices, **limits)]
     if settings.method == "greedy":
-        new = greedy(loads, devices)
-    elif nodes > 1:
-        new = node_limited(loads, old, devices, nodes, most=most, aligned=settings.method == "aligned")
-    else:
-        new = swaps(loads, old, devices, most=most, aligned=settings.method == "aligned")
-    before, after = (int(device_loads(loads, slots, devices).max()) for slots in (old, new))
-    return new if before - after >= settings.gate * before and after < before else old
+        plans = [partial(greedy, loads, devices)]
+    elif nodes > 1:  # a few moves may balance nodes and leave the fullest device as full, at each plan again
+        by_node = partial(node_limited, loads, old, devices, nodes, **limits)
+        plans = [by_node] if most is None else [by_node, *plans]
+    before = int(device_loads(loads, old, devices).max())
+    for plan in plans:
+        new = plan()
+        after = int(device_loads(loads, new, devices).max())
+        if before - after >= settings.gate * before and after < before:
+            return new
+    return old

@@ -24,7 +24,7 @@ from mindspore.ops.operations import Morph
 
 from plugins import telechat3_moe
 from plugins.edited_classes import ALL
-from plugins.hyper_connections.plan import CLIP, EPSILON, KEY, Settings, active, check, gates
+from plugins.hyper_connections.plan import CLIP, EPSILON, KEY, WEIGHTS, Settings, active, check, gates
 from plugins.private_hooks import relies_on
 
 for _line in (
@@ -48,6 +48,7 @@ def enable(config, settings) -> None:
         return
     telechat3_moe.use_edited_model(config, KEY, ALL)
     telechat3_moe.use_layer(HyperConnectedLayer, settings=ours)
+    telechat3_moe.spare(KEY, WEIGHTS[1:])  # hc_fn is drawn
 
 
 def along_of(config) -> str:

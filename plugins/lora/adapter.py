@@ -44,7 +44,7 @@ from mindspore.parallel._utils import _get_parallel_mode
 from plugins import telechat3_moe
 from plugins.edited_classes import ALL
 from plugins.errors import RecipeError
-from plugins.lora.plan import FROZEN, KEY, TRAINED, Settings, check, chosen, frozen
+from plugins.lora.plan import FROZEN, KEY, TRAINED, B, Settings, check, chosen, frozen
 from plugins.private_hooks import relies_on
 
 for _kind, _line in (
@@ -167,6 +167,7 @@ def enable(config, settings) -> None:
     set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
     telechat3_moe.edit_layers(KEY, lambda layers: put_in(layers, ours))
     telechat3_moe.edit_model(KEY, freeze)
+    telechat3_moe.spare(KEY, (B,))
 
 
 def put_in(layers: list[Any], settings: Settings) -> None:

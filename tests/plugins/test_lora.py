@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 from mindformers.parallel_core.training_graph.tensor_parallel.lora_layers import init_lora_method
@@ -185,15 +186,15 @@ def test_the_routers_biases_stay_whatever_the_recipe_calls_their_rate():
 @pytest.fixture
 def built(monkeypatch):
     """A function: the model of a recipe with these settings."""
-    for name in ("_layer_edits", "_edits"):
+    for name in ("_layer_edits", "_edits", "_spared"):
         monkeypatch.setattr(telechat3_moe, name, {})
     monkeypatch.setattr(telechat3_moe, "_positions", [])
     monkeypatch.setattr(utils, "is_legacy_model", lambda: False)
 
-    def make(settings):
-        telechat3_moe.edit_layers("lora", lambda layers: adapter.put_in(layers, settings))
+    def make(settings, rules=None):
+        telechat3_moe.edit_layers(adapter.KEY, lambda layers: adapter.put_in(layers, settings))
         plain = config()
-        plain.position_embedding_type = "rope"
+        plain.position_embedding_type, plain.param_init_std_rules = "rope", rules
         model = telechat3_moe.gpt_model(plain, on_cpu)
         adapter.freeze(model)
         return model
@@ -212,6 +213,19 @@ def test_adapters_stand_in_their_layers_and_nothing_else_is_trained(built):
     }
     assert set(trained) == expected and len(trained) == len(expected)
     assert frozen == {weight.name for weight in model.get_parameters()} - expected and len(frozen) > 10
+
+
+def test_rules_of_initial_weights_leave_what_begins_with_zeros(built, monkeypatch):
+    """MindFormers would draw B at random, too, so that the model began as another one than its weights are."""
+    monkeypatch.setattr(adapter, "set_auto_parallel_context", lambda **given: None)
+    recipe = {**RECIPE, "context": {"device_target": "CPU"}}
+    monkeypatch.setattr(adapter.telechat3_moe, "use_edited_model", lambda *given: None)
+    adapter.enable(recipe, {"rank": 2})
+    model = built(SETTINGS, [{"target": regex.compile("decoder.layers.*"), "init_method_std": 3.0}])
+    values = {weight.name: weight.asnumpy() for weight in model.get_parameters()}
+    last = "decoder.layers.1.self_attention.linear_qkv"
+    assert not values[f"{last}.lora_B.weight"].any()
+    assert values[f"{last}.weight"].std() > 1 and values[f"{last}.lora_A.weight"].std() > 1
 
 
 def test_a_pattern_without_a_layer_is_refused(built):

@@ -8,6 +8,8 @@ to wrong slots.
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Any
 
 from plugins.cpu_backend.plan import refused_dtype
@@ -111,6 +113,8 @@ def _router(view: View, built: Built, found: Findings) -> None:
         wrong = "the router's bias works only with sigmoid scores"
         right = "write moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
+    if fields.get("moe_router_enable_expert_bias"):
+        _drawn_biases(view, built, found)
     _relocation(view, built, found)
     if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
@@ -124,6 +128,17 @@ def _router(view: View, built: Built, found: Findings) -> None:
     if view.parallel and view.tp > 1 and not view.flag((*PARALLEL, "use_seq_parallel")):
         wrong = "a model with experts and tensor parallelism needs sequence parallelism"
         found.error((*PARALLEL, "use_seq_parallel"), wrong, "write True", rule="moe_tp_sequence")
+
+
+def _drawn_biases(view: View, built: Built, found: Findings) -> None:
+    layers = range(built.number("first_k_dense_replace"), built.number("num_layers"))
+    rules = view.get(_m("param_init_std_rules"))
+    for rule in rules if isinstance(rules, list) else []:
+        with suppress(TypeError, KeyError, re.error):  # MindFormers refuses these rules, see check_built
+            if any(re.match(rule["target"], f"decoder.layers.{layer}.mlp.router.expert_bias") for layer in layers):
+                wrong = f"{rule['target']!r} also matches the routers' biases, which would begin with random numbers"
+                right = "write a pattern that ends as the names of weights do, such as decoder.layers.*weight"
+                found.error(_m("param_init_std_rules"), wrong, right, rule="drawn_biases")
 
 
 def _masks(view: View, built: Built, found: Findings) -> None:

@@ -144,6 +144,17 @@ def test_copies_are_kept_until_others_are_better_by_the_gate():
     assert not np.array_equal(decided(other, first), first)
 
 
+def test_fewer_copies_that_leave_a_device_fuller_do_not_take_their_place():
+    """The planner finds one copy, with which the fullest device has 66 tokens; the two that are there leave it 57."""
+    loads, there = np.array([27, 13, 60, 12]), np.array([2, 0])
+    found = planned(loads, np.arange(4), 2, 1, 0.01)
+    assert (found != NOTHING).sum() == 1
+    assert [fullest(loads, np.arange(4), each, 2) for each in (there, found)] == [57, 66]
+    now = {"stayed": np.array([True]), "step": 7}
+    kept = next_copies(Settings(spare=1), loads[None].astype(float), np.arange(4)[None], there[None], 2, **now)
+    assert kept.tolist() == [[2, 0]]
+
+
 def test_even_loads_need_no_copies_and_lose_those_there_are():
     even = np.full((1, 8), 100)
     assert (decided(even, decided(SKEWED, none(1, 4, 1))) == NOTHING).all()

@@ -1,5 +1,5 @@
 """MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
-that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings.
+that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings. Rules of initial weights.
 """
 
 import types
@@ -181,3 +181,14 @@ def test_an_exclusion_that_drops_a_chosen_pattern_in_all_layers(key, pattern, ch
     recipe = change(SEMI, (("recompute_config", key), chosen), (("recompute_config", f"{key}_exclude"), pattern))
     found = findings(recipe, "warning").get(f"recompute_config.{key}_exclude")
     assert (found is not None and "in all layers" in found.wrong) == dropped
+
+
+@pytest.mark.parametrize(
+    ("target", "refused"),
+    [("decoder.layers.*", True), ("decoder.layers.*weight", False), ("decoder.layers.0.*", False), ("(", False)],
+)
+def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, refused):
+    """The first layer of the mini is dense; a pattern that is none is for MindFormers to refuse."""
+    rules = [{"target": target, "init_method_std": 0.02}]
+    key = (*MODEL, "param_init_std_rules")
+    assert (dotted(key) in findings(change(MINI, (key, rules)))) == refused
