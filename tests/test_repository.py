@@ -153,6 +153,7 @@ def room(module: str) -> str:
     return next((name for name in named if name in ROW), ".".join(parts[:2]) if parts[0] == "tools" else parts[0])
 
 
+@pytest.mark.slow
 def test_every_room_has_its_row():
     rooms = {room(module) for module in graph()} - {"tools"}
     assert rooms == ROW.keys()
@@ -265,6 +266,7 @@ print(twice(ms.Tensor([1.0])).asnumpy(), len(Parser.ast_cache) > known)
 ELSEWHERE = 'import os\nos.environ["LOCAL_DEFAULT_PATH"] = os.path.dirname(__file__)\n'  # as MindFormers sets it
 
 
+@pytest.mark.slow
 def test_what_one_fork_has_parsed_the_next_need_not(workers, tmp_path):
     file = tmp_path / "parses.py"
     file.write_text(ELSEWHERE + PARSES)
@@ -302,6 +304,7 @@ def drawn():
     return found
 
 
+@pytest.mark.slow
 def test_a_module_that_was_imported_meanwhile_changes_no_example(tmp_path):
     before = drawn()
     file = tmp_path / "constants_of_somebody.py"

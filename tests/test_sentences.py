@@ -22,6 +22,7 @@ def program():
     return module
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_sentences(program, tmp_path, monkeypatch):
     # without examples of single files, whose words are not in the sources
     monkeypatch.setattr(program, "VALUES", tmp_path / "tests/sentences.json")
@@ -112,6 +113,7 @@ def unused(values, rows):
     ]
 
 
+@pytest.mark.slow
 def test_every_example_belongs_to_a_message(program):
     stale = []
     for file, values in program.read_examples(program.VALUES).items():

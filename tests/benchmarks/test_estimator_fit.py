@@ -101,6 +101,7 @@ def test_truncated_models_and_other_releases_are_one_group():
     assert len(gpt) == 1 and len(groups[gpt.pop()]) > 5
 
 
+@pytest.mark.slow
 def test_what_is_left_out_has_no_part_in_its_prediction(only_a100s):
     (group, own), *_ = grouped(A100).items()
     spoilt = [replace(row, measured={"step_time_s": 1000.0}) if row in own else row for row in A100]
@@ -202,6 +203,7 @@ def test_every_row_is_read_once_with_its_source(rows):
     assert all(row["source"] and row["certainty"] and row["use"] in ("fit", "context_only") for row in written)
 
 
+@pytest.mark.slow
 def test_every_row_is_predicted_or_says_why_not(rows):
     for row in rows:
         found = predict(row)

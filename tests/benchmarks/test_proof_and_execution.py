@@ -87,6 +87,7 @@ def test_a_global_norm_that_is_not_summed_is_said(proofs):
     assert outcome(RESULT, graph, MESH, PEERS, place) == ELSEWHERE
 
 
+@pytest.mark.slow
 def test_what_is_said_of_the_graph(proofs):
     assert proofs.says(Draw(TP2), []) == SILENT
     scatter = executed("ReduceScatter")
@@ -132,6 +133,7 @@ def kinds(op):
     return {kind_of(op, ranks_at(node, known), getattr(node, larger)[0].shape) for node in nodes}
 
 
+@pytest.mark.slow
 def test_a_drawn_layout_is_judged_without_a_fault_and_with_all_collectives_of_a_kind_changed(drawn):
     assert drawn.says() == SILENT
     said = {kind: drawn.says(0, kind) for op in ("AllReduce", "ReduceScatter", "AllGather") for kind in kinds(op)}

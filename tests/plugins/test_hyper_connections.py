@@ -177,6 +177,7 @@ def connection(streams, weights):
     return cell
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graph_mode")
 @pytest.mark.parametrize("streams", [1, 4])
 def test_connections_equal_the_reference(streams):

@@ -190,6 +190,7 @@ def alone(gpt, step, documents):
     ]
 
 
+@pytest.mark.slow
 def test_documents_have_the_loss_and_the_gradients_that_they_have_alone(gpt, documents):
     """Attention included: a leak through the masks of the MTP layer would show here, too."""
     own = step_of(gpt)  # of MindFormers' own block

@@ -156,6 +156,7 @@ def test_waits_that_the_kernel_does_not_count_are_unknown():
     assert "the kernel does not count" in verdict.unknown[0].why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [lambda one: one.rank == 3, lambda one: one.rank < 4])
 def test_ranks_that_are_probed_at_other_steps_leave_the_noise_of_the_others(late):
     """The noise counted as 0 if no rank had probes at two successive steps, so that healthy ranks were named."""
@@ -223,6 +224,7 @@ def test_the_median_of_the_others():
                 assert got[i] == pytest.approx(right, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_healthy_runs_name_somebody_as_rarely_as_is_said():
     """Of 60 runs 3 are allowed in the mean; the chance of more than 8 is below 1 in 200."""
     rng = np.random.default_rng(0)

@@ -103,6 +103,7 @@ def test_each_proposal_is_what_its_keys_give(times):
         assert row.freed > 0 and row.fit == verdict(row.peak, room)
 
 
+@pytest.mark.slow
 def test_proposals_for_a_recipe_that_leaves_its_layout_open_hold_the_layout(times, tmp_path):
     """The layout file was made for the run without the change. A launch takes the tables of recomputation from it."""
     path = tmp_path / "recipe.yaml"

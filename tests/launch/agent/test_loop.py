@@ -78,6 +78,7 @@ def zombie(pid):
         return True
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_followed_by_an_attempt_from_the_newest_checkpoint(tmp_path, monkeypatch):
     fake(monkeypatch, ["ok", "killed"], ["ok", "ok"])
     saved, said = save(tmp_path, 4), []
@@ -96,6 +97,7 @@ def test_a_killed_worker_is_followed_by_an_attempt_from_the_newest_checkpoint(tm
     assert first.plan.port != second.plan.port and not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_restarts_of_an_earlier_launch_are_not_counted_again(tmp_path, monkeypatch):
     for number in range(3):
         write(folder_of(tmp_path, number) / "plan.json", Plan(number, 1.0, ["here"], 2, "here", 9000))
@@ -107,6 +109,7 @@ def test_restarts_of_an_earlier_launch_are_not_counted_again(tmp_path, monkeypat
     assert said[-1] == "tc3: 1 restart in all"
 
 
+@pytest.mark.slow
 def test_nothing_of_an_attempt_is_overwritten_and_logs_leads_to_the_newest(tmp_path, monkeypatch):
     fake(monkeypatch, ["ok", "fail"], ["ok", "ok"])
     said = []
@@ -137,6 +140,7 @@ def test_who_takes_part_is_said_by_the_plan_and_not_by_what_was_expected(tmp_pat
     assert words in said[0] and "same hosts" not in said[0]
 
 
+@pytest.mark.slow
 def test_it_gives_up_after_as_many_failures(tmp_path, monkeypatch):
     fake(monkeypatch, *[["ok", "fail"]] * 3)
     outcome = Agent(job(tmp_path, 1)).run(0)
@@ -208,6 +212,7 @@ def test_hosts_that_never_come_are_given_up_at_every_attempt(tmp_path, number):
         here.run(number)
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_become_fit_is_given_up(tmp_path, monkeypatch):
     fake(monkeypatch, ["ok", "fail"])
     said = []
@@ -219,6 +224,7 @@ def test_a_host_that_does_not_become_fit_is_given_up(tmp_path, monkeypatch):
     assert f"tc3: {words}" in said
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_within_the_limit_of_its_phase(tmp_path, monkeypatch):
     fake(monkeypatch, ["sleep", "stubborn"])
     limits = dict.fromkeys(DEFAULTS, 2.0)  # the workers would sleep for an hour
@@ -228,6 +234,7 @@ def test_a_hang_is_ended_within_the_limit_of_its_phase(tmp_path, monkeypatch):
     assert not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_the_one_that_hangs(tmp_path, monkeypatch):
     class FromThenOn(Limits):
         """No phase is too long until the worker has stopped itself; then each is."""
@@ -241,6 +248,7 @@ def test_a_stopped_worker_is_the_one_that_hangs(tmp_path, monkeypatch):
     assert (end.cause, end.rank) == ("hang", 1) and "worker 1 is stopped" in end.message
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_fails_at_once_and_another_is_chosen(tmp_path, monkeypatch):
     fake(monkeypatch, [], ["ok", "ok"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -263,6 +271,7 @@ with pytest.MonkeyPatch.context() as patch:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "outcome"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "preempted")], ids=["Ctrl-C", "SIGTERM"]
 )
@@ -286,6 +295,7 @@ def ramped(run_dir):
     return made
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_later_stage_of_a_batch_ramp_compiles_ends_it_all(tmp_path):
     source = SOURCE.replace("job(Path(sys.argv[1]), 3)", "ramped(Path(sys.argv[1]))")
     process = subprocess.Popen([sys.executable, "-c", source, str(tmp_path), "grows", "grows"], cwd=ROOT)
@@ -305,6 +315,7 @@ def test_ctrl_c_while_a_later_stage_of_a_batch_ramp_compiles_ends_it_all(tmp_pat
     assert not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_at_a_notice_the_ranks_save_and_leave_together(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", SOURCE, str(tmp_path), "heeds", "heeds"], cwd=ROOT)
     metrics, until = [tmp_path / "metrics" / f"rank_{rank}.jsonl" for rank in range(2)], time.monotonic() + LONG
@@ -319,6 +330,7 @@ def test_at_a_notice_the_ranks_save_and_leave_together(tmp_path):
     assert steps == [end.step] * 2 and attempt.verdict.decision == "leave" and not left(tmp_path)
 
 
+@pytest.mark.slow
 def test_beats_tell_the_phase_and_the_step(tmp_path, monkeypatch):
     fake(monkeypatch, ["sleep", "sleep"])
     limits = dict.fromkeys(DEFAULTS, 2.0)
@@ -332,6 +344,7 @@ def test_beats_tell_the_phase_and_the_step(tmp_path, monkeypatch):
     assert (beat.phase, beat.step) == ("start", 0) and 0 <= beat.time - beat.since <= time.monotonic() - began + 0.001
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_holds_all_steps_is_the_end(tmp_path, monkeypatch):
     fake(monkeypatch, ["ok", "killed"])
     folder, said = save(tmp_path, 10_000), []

@@ -34,6 +34,7 @@ def agreed(world, folder):
     return attempt
 
 
+@pytest.mark.slow
 def test_512_agents_of_whom_some_die_anywhere(folder, monkeypatch):
     world = World(folder, monkeypatch, seed=1)
     for number in range(512):
@@ -143,6 +144,7 @@ def through(world):
     return attempts
 
 
+@pytest.mark.slow
 def test_two_agents_a_spike_and_kills_after_it_whoever_plans(folder, monkeypatch):
     """Ten interleavings: after the spiked attempt the same agent plans on, or the other one, and any of them later."""
     orders = set()

@@ -80,6 +80,7 @@ def hour(tmp_path_factory):
     return folder, words
 
 
+@pytest.mark.slow
 def test_the_same_command_keeps_what_was_found(hour):
     folder, words = hour
     done = run(R438, *words, "--out", folder / "again.zip")

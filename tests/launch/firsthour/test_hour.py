@@ -116,6 +116,7 @@ def test_a_resume_is_compared_bit_by_bit(hour, monkeypatch, cut, wanted):
     assert verdict(found) == wanted
 
 
+@pytest.mark.slow
 def test_the_steps_of_an_earlier_start_do_not_get_a_training_killed(hour, monkeypatch):
     """It was killed before its first save, so that nothing was resumed, and the losses were those of the old run."""
     metrics = hour.work / "cut" / "metrics" / "rank_0.jsonl"
@@ -134,6 +135,7 @@ def test_the_steps_of_an_earlier_start_do_not_get_a_training_killed(hour, monkey
     assert hour._killed(["train"], 300) == 5
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended_with_its_children(monkeypatch):
     script = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)']);"
     monkeypatch.setattr(hours, "argv", lambda words: [sys.executable, "-c", f"{script} time.sleep(3600)"])

@@ -58,6 +58,7 @@ IN_TRAININGS = {
 }  # defect -> the check that shows it
 
 
+@pytest.mark.slow
 def test_nine_defects_at_once_are_each_named_with_node_and_device_and_nothing_else(tmp_path):
     cluster = read_cluster(EXAMPLE)
     assert {one["what"] for one in cluster.defects} == set(WORDS) == set(DEFECTS) - IN_TRAININGS.keys()
@@ -84,6 +85,7 @@ def test_each_defect_alone_is_named_wherever_it_is(tmp_path, number):
     assert named(outcomes) == {(WORDS[defect["what"]], defect["node"], defect.get("device"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "failed"),
     [

@@ -55,6 +55,7 @@ def test_a_failure_is_written_down_and_the_next_start_is_another_attempt(train, 
     assert os.readlink(run_dir / "logs") == "attempts/0001/logs"
 
 
+@pytest.mark.slow
 def test_restarts_go_on_from_the_newest_checkpoint_and_say_so_in_a_line(train, runs, ends, workplace, save):
     ends(DEAD, DEAD, Outcome(0))
     saved = save(workplace / "output" / "mini-toy" / "checkpoint", 2)
@@ -111,6 +112,7 @@ def test_mindspores_own_compile_cache_is_refused(train, runs, monkeypatch):
     assert err.startswith("tc3: MS_COMPILER_CACHE_ENABLE=1: ") and "--compile-cache" in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_compile_cache_is_used_where_asked_for_and_with_restarts(train, runs, monkeypatch, tmp_path):
     monkeypatch.setattr(cache_key, "PACKAGES", ())
     assert "compile cache" not in "".join(train("mini/toy.yaml", "--force")[1:])

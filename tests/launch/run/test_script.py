@@ -48,6 +48,7 @@ def test_a_reference_script_holds_what_is_its_own_and_the_printed_one_stands_by_
         assert alone.endswith((ROOT / "launch/script_body.sh").read_text().split("\n", 1)[1])
 
 
+@pytest.mark.slow
 def test_every_kind_of_script_is_clean(tmp_path, hosts):
     texts = [
         generate(ascend(data_parallel=16)),

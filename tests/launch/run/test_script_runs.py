@@ -154,6 +154,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arguments", "environment"), BOTH, ids=str)
 def test_a_script_that_sources_the_body_does_what_one_that_holds_it_does(run, tmp_path, name, arguments, environment):
     scontrol = tmp_path / "bin" / "scontrol"
@@ -171,6 +172,7 @@ def test_a_script_that_sources_the_body_does_what_one_that_holds_it_does(run, tm
     assert (first[1] is None) == (first[0] == 2), first[2]
 
 
+@pytest.mark.slow
 def test_workers_on_cpu_get_this_hosts_cores(run, tmp_path):
     code, record, err = run((SCRIPTS / "mini-pretrain_dp2.sh").read_text(), BIND="")
     assert code == 0, err
@@ -237,6 +239,7 @@ def test_long_lists_of_names_with_hyphens_stay_whole(hosts, tmp_path):
     assert found.stdout.split() == names
 
 
+@pytest.mark.slow
 def test_on_two_nodes_the_rank_comes_from_whoever_knows_it(run, hosts):
     here = os.uname().nodename
     text = generate({**ascend(data_parallel=2), "context": {"device_target": "CPU"}}, hosts(f"first 1\n{here} 1\n"))
@@ -253,6 +256,7 @@ def test_on_two_nodes_the_rank_comes_from_whoever_knows_it(run, hosts):
     assert "--master_addr=10.1.1.1" in run(text, MASTER_ADDR="10.1.1.1")[1]["argv"]
 
 
+@pytest.mark.slow
 def test_slurms_own_list_of_nodes_stands_in_for_the_names_to_edit(run, tmp_path):
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[7-8]" ] && printf "gpu7\\ngpu8\\n"\n')
@@ -265,6 +269,7 @@ def test_slurms_own_list_of_nodes_stands_in_for_the_names_to_edit(run, tmp_path)
     assert {"--master_addr=gpu7", "--node_rank=1", "--worker_num=16", "--local_worker_num=8"} <= set(record["argv"])
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_a_node_is_one_line_and_code_2(run, hosts, tmp_path):
     two = generate(ascend(data_parallel=2), hosts("a 1\nb 1\n"))
     local = generate(ascend(data_parallel=2), hosts("localhost 1\nb 1\n"))
@@ -295,6 +300,7 @@ def test_on_ascend_timeouts_are_long(run, tmp_path):
     assert "MS_DEV_RUNTIME_CONF=switch_inline:False" in swap and "MS_DEV_RUNTIME_CONF" not in text
 
 
+@pytest.mark.slow
 def test_msruns_exit_code_is_the_scripts_and_the_workers_errors_are_shown(run):
     code, _, err = run((SCRIPTS / "mini-pretrain.sh").read_text(), CODE="1", SAYS="x\ntc3: no such corpus\ny")
     assert code == 1 and "failed; what the workers of this node say" in err
@@ -302,6 +308,7 @@ def test_msruns_exit_code_is_the_scripts_and_the_workers_errors_are_shown(run):
     assert "failed" not in run((SCRIPTS / "mini-pretrain.sh").read_text())[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "send", "stubborn"),
     [(signal.SIGTERM, 143, os.kill, True), (signal.SIGINT, 130, os.killpg, False)],

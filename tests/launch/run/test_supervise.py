@@ -87,6 +87,7 @@ def test_a_worker_killed_by_sigkill_is_called_that(tmp_path):
     assert not running(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["ok"], ["crashes_done"]])
 def test_a_worker_that_crashes_after_its_work_has_not_failed(tmp_path, monkeypatch, capsys, others):
     monkeypatch.setattr(module, "FINISH", 0.1)
@@ -96,6 +97,7 @@ def test_a_worker_that_crashes_after_its_work_has_not_failed(tmp_path, monkeypat
     assert " was killed (SIGKILL) while exiting, its work done; the run has finished all the same (" in told
 
 
+@pytest.mark.slow
 def test_others_that_msrun_kills_for_such_a_crash_have_failed_because_of_it(tmp_path):
     outcome = run(tmp_path, "crashes_done", "killed_late")
     assert outcome.code == 1 and not running(tmp_path)
@@ -106,6 +108,7 @@ def test_others_that_msrun_kills_for_such_a_crash_have_failed_because_of_it(tmp_
     assert crash.failure.rank == 1 and "while exiting" not in crash.failure.message, "msrun sends SIGKILL only"
 
 
+@pytest.mark.slow
 def test_a_worker_that_finishes_while_another_hangs_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STRAGGLE", 1.0)
     outcome = run(tmp_path, "ok", "sleep")
@@ -113,6 +116,7 @@ def test_a_worker_that_finishes_while_another_hangs_ends_the_run(tmp_path, monke
     assert not running(tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_that_write_may_outlast_the_one_that_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STRAGGLE", 1.0)
     (tmp_path / "metrics").mkdir()
@@ -276,6 +280,7 @@ def supervisor(run_dir, *actions):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],

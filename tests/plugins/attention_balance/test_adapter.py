@@ -113,6 +113,7 @@ def test_each_device_computes_what_the_plan_says(ranks, micro_batches, slots, ga
     np.testing.assert_array_equal(computed(delivered, layout, gathered), plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "weights"),
     [*((layout, ["1"]) for layout in LAYOUTS), (LAYOUTS[1], ["0.3", "0.7"]), (LAYOUTS[1], None)],
@@ -137,6 +138,7 @@ def test_the_loader_delivers_the_plan(adapter, corpora, layout, weights):
     np.testing.assert_array_equal(computed(ours, layout, schedule.gathered), tokens[plan])
 
 
+@pytest.mark.slow
 def test_skipping_leaves_the_rest_of_an_uninterrupted_run(adapter, corpora):
     layout = LAYOUTS[1]
     schedule = Schedule(layout, COST, True, None)
@@ -144,6 +146,7 @@ def test_skipping_leaves_the_rest_of_an_uninterrupted_run(adapter, corpora):
     np.testing.assert_array_equal(of_all_ranks(["1", corpora[0]], layout, schedule, skipped=2), whole[2:])
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_trains_the_same_steps(adapter, corpora):
     two, four = Layout(2, 3, 2, Objective(2)), Layout(4, 3, 1, Objective(4))
     found = [of_all_ranks(["1", corpora[0]], layout, Schedule(layout, COST, True, None)) for layout in (two, four)]
@@ -177,6 +180,7 @@ def test_data_dealt_to_other_ranks_than_planned_is_refused(adapter, corpora):
         build(["1", corpora[0]], 0, 3, Schedule(LAYOUTS[0], COST, False, None))
 
 
+@pytest.mark.slow
 def test_the_compressed_mask_and_its_overflow(adapter, corpora):
     """MindFormers writes the ends of documents into the compressed mask; if the mask is one entry too short, the
     plugin refuses the recipe, because MindFormers does not notice.

@@ -84,6 +84,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SMALL)
 def test_against_every_assignment(case):
     *shape, together, stages, most = case

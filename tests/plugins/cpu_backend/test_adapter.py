@@ -121,6 +121,7 @@ def test_the_installed_versions_still_hold_every_patched_line():
 counts_per_expert = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda counts: sum(counts) > 0)
 
 
+@pytest.mark.slow
 @given(counts_per_expert)
 @settings(max_examples=40)
 def test_every_row_has_one_slot_in_a_block_of_its_expert(counts):

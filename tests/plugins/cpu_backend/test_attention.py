@@ -138,6 +138,7 @@ def assert_equals_the_oracle(breaks, dtype, tolerance, heads=HEADS, groups=HEADS
         np.testing.assert_allclose(got, want, atol=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.one_of(st.integers(1, 6), st.integers(BLOCK - 2, BLOCK + 3)), min_size=1, max_size=4))
 @example([1])  # one token
@@ -219,6 +220,7 @@ def _both_cells(config):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_cell_equals_the_dense_one(dense_and_by_documents, flat):
     length = 24

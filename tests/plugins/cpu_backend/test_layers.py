@@ -142,6 +142,7 @@ def test_dispatch_keeps_every_pair_once_and_combine_inverts_it():
     np.testing.assert_allclose(back, tokens * probs.sum(-1, keepdims=True), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_equals_mindformers_own_dispatcher(monkeypatch):
     """MindFormers' dispatcher itself, with CPU kernels under the names of the operators it uses."""
     tokens, probs, chosen, w1, w2, dout = inputs("random")
@@ -270,6 +271,7 @@ def cuts(contiguous):
     return by_group[:, :SHARED].ravel(), by_group[:, SHARED].ravel(), by_group[:, SHARED + 1].ravel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_equals_numpy_in_the_type_that_the_model_computes_in(contiguous):
     cell, qkv, proj = built(contiguous)

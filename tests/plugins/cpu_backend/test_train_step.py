@@ -75,6 +75,7 @@ class OfAnother(nn.Cell):
         return x + self.others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(6, 6), (1, 6), (0, 5)])
 def test_the_mean_over_ranks_is_the_loss_of_one_process_however_many_tokens_each_has(counts):
     """dp2 had 6.263776 and one process 6.263722, where ends of documents did not count."""
@@ -98,6 +99,7 @@ def test_the_mean_over_ranks_is_the_loss_of_one_process_however_many_tokens_each
     np.testing.assert_allclose(np.concatenate([each for _, each in of_ranks]) / 2, gradient, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_experts_shares_are_the_mean_over_the_samples_of_all_ranks():
     """`gbs_aux_loss` multiplied the shares of a rank's samples together, [1, 1, 16], with [4, 16] and stopped."""
     shares = np.random.default_rng(0).random((2, 4, 16)).astype(np.float32)

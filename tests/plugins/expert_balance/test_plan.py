@@ -36,6 +36,7 @@ def cases(draw):
     return np.array(loads), np.array(old), devices
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(METHODS), st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from([None, 2, 5]))
 @settings(max_examples=300)
 def test_a_plan_is_a_placement_never_worse_and_within_its_budget(case, method, gate, moves):

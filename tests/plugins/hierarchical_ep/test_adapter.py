@@ -218,6 +218,7 @@ class Alone(nn.Cell):
         return out, ends
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graph_mode")
 def test_more_rows_than_the_root_of_what_int32_holds(monkeypatch):
     monkeypatch.setattr(transport, "_open", [Mesh(0, 1)])

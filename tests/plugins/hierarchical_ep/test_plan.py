@@ -52,6 +52,7 @@ def values(routing, rng):
     return tokens, probs
 
 
+@pytest.mark.slow
 @many
 @given(modes, cases())
 def test_every_mode_equals_the_reference_forward_and_backward(mode, case):

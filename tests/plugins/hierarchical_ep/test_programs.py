@@ -15,6 +15,7 @@ from tests.plugins.hierarchical_ep.cases import cases, route
 many = settings(max_examples=150)
 
 
+@pytest.mark.slow
 @many
 @given(st.sampled_from(MODES), cases(), st.integers(1, 3))
 def test_planned_programs_pass(mode, case, chunks):

@@ -77,11 +77,13 @@ def sound(root, where):
     assert left == expected | {"saving_0002-c"}, where
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_wherever_a_process_dies(fresh):
     found = [sound(root, where) for root, where in deaths(repeat, fresh)]
     assert len(found) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [FULL, PermissionError(errno.EACCES, "Permission denied")])
 def test_nothing_is_lost_wherever_the_disk_fails_once(fresh, error):
     found = [sound(root, where) for root, where in deaths(repeat, fresh, error)]

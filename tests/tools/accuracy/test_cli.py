@@ -52,6 +52,7 @@ def ops(*arguments):
     return CliRunner().invoke(accuracy, ["ops", *arguments])
 
 
+@pytest.mark.slow
 def test_a_clean_run():
     result = ops("rope", "rms_norm", "--dtype", "fp32", "--dtype", "bf16")
     assert result.exit_code == 0, result.output
@@ -201,6 +202,7 @@ def executed(file, folder):
     collectives.train(recipe, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "command"), [("pretrain", align), ("pretrain", equivalence), ("pretrain_tp2", executed)]
 )

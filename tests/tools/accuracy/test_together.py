@@ -17,6 +17,7 @@ def cells():
     return together.cells()
 
 
+@pytest.mark.slow
 def test_the_page_is_what_check_says_of_every_pair():
     assert together.PAGE.read_text("utf-8") == together.page(cells()), "run `python -m tools.accuracy.together`"
 

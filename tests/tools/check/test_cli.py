@@ -74,6 +74,7 @@ def test_warnings_refuse_when_strict(tmp_path):
     assert run("--no-build", "--strict", str(recipe)).exit_code == 1
 
 
+@pytest.mark.slow
 def test_every_file_under_recipes_is_clean():
     files = sorted(str(path) for path in (ROOT / "recipes").glob("**/*.yaml"))
     result = run("--no-build", *files)

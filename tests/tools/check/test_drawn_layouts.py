@@ -136,6 +136,7 @@ def errors_of(flat, folder):
     return [str(error) for error in check_recipe(load_recipe(file)).errors]
 
 
+@pytest.mark.slow
 @given(recipes())
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])  # an example is small as it is drawn
 def test_what_check_passes_is_predicted_and_has_sound_minis(named):

@@ -87,6 +87,7 @@ def test_an_unspoilt_recipe_is_not_refused(path, tmp_path, monkeypatch):
     assert refusal(text_of(plain(path)), tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FEW, ids=name)
 def test_some_spoilt_recipes_are_refused(path, tmp_path):
     tried, accepted = score(plain(path), FAST, tmp_path, as_text=True)

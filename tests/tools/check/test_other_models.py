@@ -157,6 +157,7 @@ def outside(router, bias):
     return tuple(float(np.mean(~np.take_along_axis(allowed, which, 1))) for which in (chosen, predicted))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graph_mode")
 @pytest.mark.parametrize(("bias", "share"), [(0.0, 0.0), (-0.25, 0.0004), (-0.5, 0.064), (-0.75, 0.588), (-1.0, 1.0)])
 def test_a_low_bias_lets_forbidden_groups_in(router, bias, share):

@@ -87,6 +87,7 @@ def of_batch(root, attempt, step, batch):
     return folder
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @example([(2, 3, True), (4, 1, False), (2, 0, True)])  # step 16 of attempt 1 is not in its place, that of attempt 0 is
 @given(st.lists(st.tuples(st.sampled_from([2, 4, 8]), st.integers(0, 3), st.booleans()), min_size=1, max_size=6))

@@ -279,6 +279,7 @@ def test_a_vocabulary_too_large_for_uint16(tmp_path: Path, jsonl: Path) -> None:
     assert 70_000 in IndexReader(tmp_path / "out")[0]
 
 
+@pytest.mark.slow
 def test_a_slow_tokenizer_goes_through_workers(tmp_path: Path, jsonl: Path, texts: list[str]) -> None:
     folder = tmp_path / "t5"
     folder.mkdir()

@@ -173,6 +173,7 @@ def damaged(content: bytes, draw) -> bytes:
     return bytes(found)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(choice=st.data())
 def test_a_damaged_pair_is_never_ok(tmp_path: Path, whole: dict[str, bytes], choice) -> None:

@@ -91,6 +91,7 @@ def verdicts(folder, *before):
     return {item["check"]: (item["verdict"], item["seen"]) for item in json.loads(done.stdout)["findings"]}
 
 
+@pytest.mark.slow
 def test_somebody_without_rights_is_told_what_wants_root(folder):
     if os.geteuid() or not shutil.which("setpriv"):
         pytest.skip("becoming somebody else wants root and setpriv")
@@ -202,6 +203,7 @@ def test_the_fates_of_hosts(ssh, quick, monkeypatch):
     assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
+@pytest.mark.slow
 def test_the_recipe_goes_along_and_its_errors_come_back(ssh, tmp_path):
     told = ask_all(["here"], [str(tmp_path / "none.yaml")], limit=600)["here"].told
     assert isinstance(told, Trouble) and "none.yaml" in told.words and "no such recipe" in told.words
@@ -230,6 +232,7 @@ def test_without_ssh(monkeypatch):
     assert isinstance(told, Trouble) and "ssh cannot be started" in told.words
 
 
+@pytest.mark.slow
 def test_the_command_line(ssh, tmp_path):
     (tmp_path / "hosts.txt").write_text("here 8  # the master\naway 8\n")
     command = [*TC3, "doctor", "--nodes", str(tmp_path / "hosts.txt"), "--json", "--limit", "600"]
@@ -239,6 +242,7 @@ def test_the_command_line(ssh, tmp_path):
     assert "here" in found["clocks"] and found["outliers"][0]["hosts"] == ["away"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_process(ssh, tmp_path, number):
     (tmp_path / "hosts.txt").write_text("hangs\n")

@@ -69,6 +69,7 @@ def seen(tmp_path_factory):
     return [found[place] for place in places]
 
 
+@pytest.mark.slow
 def test_version_1_is_seen_alike_by_all(seen):
     core = [min(os.sched_getaffinity(0))]
     found = seen[0]

@@ -27,6 +27,7 @@ def short(monkeypatch):
     monkeypatch.setattr(probe, "DISK", 4096)
 
 
+@pytest.mark.slow
 def test_a_probe_of_two_workers_here(tmp_path, short):
     report = probe.measure([Seat(rank, [CORES[rank % len(CORES)]]) for rank in range(2)], tmp_path / "new" / "run", 2)
     assert report["folder"] == str(tmp_path) and not list(tmp_path.iterdir()) and report["device"] == "CPU"
@@ -49,6 +50,7 @@ def test_a_worker_that_cannot_write_fails_the_gate(tmp_path, short, monkeypatch)
     assert verdict.verdict == "fail" and verdict.reasons[0].startswith("worker 1: disk: FileNotFoundError")
 
 
+@pytest.mark.slow
 def test_a_link_that_cannot_be_reached_is_named_and_the_workers_go_on(tmp_path, short, monkeypatch):
     """127.0.0.2 is this host's, too, but the second worker listens only at 127.0.0.1."""
     monkeypatch.setattr(probe.Course, "_address", lambda course, index: ["127.0.0.1", "127.0.0.2"][index])
@@ -164,6 +166,7 @@ def test_a_real_worker_is_bound_and_says_what_it_cannot_do(tmp_path):
     assert not worker.is_running()
 
 
+@pytest.mark.slow
 def test_workers_end_with_whoever_started_them():
     """Also where that one was killed and could clean up nothing."""
     parent = """

@@ -291,6 +291,7 @@ def disturb(chosen, program):
         program[place] = op, members, size, tag + 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 8), st.integers(0, 2))
 def test_the_verdict_is_what_happens(seed, calls, faults):

@@ -242,6 +242,7 @@ def test_the_stage_without_recomputation_decides(kept_gib, verdict, words):
     assert saved == 3 * 7 * int(kept_gib * GIB) * 2  # 1F1B: stage 5 of 8 has three micro-batches in flight
 
 
+@pytest.mark.slow
 def test_uneven_loads_are_judged_on_what_was_compiled():
     loaded = recompute(recompute=True)
     small = quick_small_of(loaded).groups

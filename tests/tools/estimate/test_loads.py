@@ -214,6 +214,7 @@ def test_spreads_are_drawn_alike_and_grow():
     assert of_ratios(np.full((2, 7), 1.1), (1, 2), "x").ratios.shape == (2, 1, 7)
 
 
+@pytest.mark.slow
 def test_published_pairs_are_within_fifteen_percent():
     """With the spread of `--loads published`, and each by what the other pair needs."""
     found = pairs()

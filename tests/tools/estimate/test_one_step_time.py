@@ -239,6 +239,7 @@ RATES = {"bytes_per_s", "hbm_bytes_per_s", "latency_s", "launch_s", "peak_flops"
 AT_HOME = ("tools/estimate/", "tools/hardware/")
 
 
+@pytest.mark.slow
 def test_nobody_else_makes_seconds_of_bytes_and_flops():
     """Rates of devices and links are read only by the estimator."""
     found = []

@@ -405,6 +405,7 @@ def test_a_cluster_file_says_to_which_version_of_the_model_it_was_fitted(tmp_pat
         cluster(str(path))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     measured, out = tmp_path / "measured.yaml", tmp_path / "mine.yaml"
     rows = rows_of(replace(START, matmul=0.5), dense_configs())

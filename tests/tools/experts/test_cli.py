@@ -85,6 +85,7 @@ def test_a_run_that_moved_is_compared_with_what_others_would_have_done(tmp_path)
     assert rows["greedy (EPLB, MindFormers)", 3]["moves"] > 2 * recorded["moves"]
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_ep_report(large):
     """Both commands use one estimator: recorded loads cost the seconds that `tc3 ep-report --loads` prints."""
     source = open_run(Path(large), LARGE, print)
@@ -210,6 +211,7 @@ def test_even_routing_shows_the_noise_of_counting(tmp_path):
     assert 1.01 < noise < 1.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 6])
 def test_pictures_and_page(tmp_path, layers):
     log = write(tmp_path / "a<b.jsonl", live(Settings(every=3), layers=layers))

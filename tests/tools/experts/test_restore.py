@@ -51,6 +51,7 @@ def write(folder, slots, ranks, cuts=None, moment_cuts=None, height=2):
     return path, {WEIGHT: weight, MOMENT: weight / 7, "norm.weight": numbered(4)}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.permutations(range(8)), st.sampled_from([((4, 1), (4, 1)), ((2, 2), (2, 2)), ((4, 1), (1, 4)), ((1, 4), (2, 2))])

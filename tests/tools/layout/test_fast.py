@@ -37,6 +37,7 @@ def small(draw):
     return ruled if stages > 1 and draw(st.booleans()) else made
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(small())
 def test_of_small_instances_the_best_plan_is_found_and_none_is_under_the_floor(made):
@@ -105,6 +106,7 @@ def test_all_ways_to_give_layers_options():
         assert {tuple(map(int, row)) for row in compositions(count, options)} == every
 
 
+@pytest.mark.slow
 def test_on_a_middling_instance_it_is_near_the_solver_and_its_floor_under_it():
     made = read_instance(CASE_438B)
     found, (floor, _) = place_fast(made), floor_of(made)
@@ -133,6 +135,7 @@ def test_a_short_run_stands_for_a_long_one():
     assert made.short_times(plan[None])[0] == pytest.approx(made.step_times(plan[None])[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_more_effort_is_never_worse():
     made = read_instance(CASE_438B)
     times = [optimise(made, Budget(effort)).time for effort in (0.2, 0.7, 1.1)]

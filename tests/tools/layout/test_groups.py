@@ -152,6 +152,7 @@ def test_no_tables_are_much_faster(share):
     assert reference * (1 - 1e-9) <= reached <= 1.002 * reference, (found.configuration.recompute, tables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
 def test_groups_keep_the_cap_and_never_cost_time(share):
     config = run(pp=4, chunks=1)

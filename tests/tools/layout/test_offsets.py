@@ -37,6 +37,7 @@ def made():
     return make_layout(load_recipe(LARGE), "atlas_800t_a2", Budget(2))
 
 
+@pytest.mark.slow
 def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
     recipe = recipe_with(tmp_path, "auto")
     write_layout(made, path_of(recipe.source), "a test")
@@ -196,6 +197,7 @@ def test_fewer_layers_than_chunks_have_no_layout(tmp_path):
         make_layout(recipe, "atlas_800t_a2", Budget(2))
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_says_so():
     recipe = apply_overrides(load_recipe(LARGE), ["context.max_device_memory=20GB"])
     words = r"no plan keeps memory_cap 18\.\d+: .*18.5 GiB \(20.0 less .*context.max_device_memory of the recipe"

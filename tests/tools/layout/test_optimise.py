@@ -68,6 +68,7 @@ def test_no_plan_is_better(tmp_path, numbers):
     assert compare(instance(tmp_path, **numbers)).plan is not None
 
 
+@pytest.mark.slow
 def test_without_a_start_the_quick_placement_and_the_bound_of_weighted_chains_come_first(tmp_path):
     problem = instance(tmp_path, counts=(3, 30), stages=8, chunks=2, micro_batches=16, cap=90.0, options=3)
     quick = problem.step_times(place_fast(problem)[None])[0]
@@ -80,6 +81,7 @@ def test_without_a_start_the_quick_placement_and_the_bound_of_weighted_chains_co
     assert given.bound < outcome.bound
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_no_plan_is_better_on_random_instances(data):
@@ -115,6 +117,7 @@ def first_plan(problem):
     return incumbent
 
 
+@pytest.mark.slow
 def test_annealing_alone_and_the_model_alone_find_the_best(tmp_path):
     problem = instance(tmp_path, counts=(8,), stages=2, chunks=2, cap=80.0)
     plans = all_plans(problem)
@@ -183,6 +186,7 @@ def test_chains_make_the_model_exact(tmp_path):
     assert model.best(Budget(5), low=plan, high=plan).value == pytest.approx(time)
 
 
+@pytest.mark.slow
 def test_438b_case_in_seconds_is_near_the_best_known():
     problem = read_instance(CASE_438B)
     outcome = optimise(problem, Budget(2.5))
@@ -193,6 +197,7 @@ def test_438b_case_in_seconds_is_near_the_best_known():
     assert outcome.bound > 34_000 > outcome.work_bound
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_the_best_so_far():
     problem = read_instance(CASE_438B)
     budget, heard = Budget(30), []
@@ -242,12 +247,14 @@ def quiet():
     return answer(Budget(EFFORT))
 
 
+@pytest.mark.slow
 def test_a_slow_clock_changes_nothing(quiet):
     budget = Budget(EFFORT, 1e9, slow())
     assert answer(budget) == quiet and not budget.cut
     assert budget.elapsed > 1000
 
 
+@pytest.mark.slow
 def test_a_busy_machine_changes_nothing(quiet):
     stop = threading.Event()
     busy = [threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(stop.is_set, True)]) for _ in range(2)]
@@ -290,6 +297,7 @@ def test_spent_effort_is_not_cut():
     assert budget.over and not budget.cut
 
 
+@pytest.mark.slow
 def test_the_command_says_it(tmp_path):
     words = ["pipeline", str(CASE_438B), "--json", "--out", str(tmp_path / "o.json")]
     late = CliRunner().invoke(search, [*words, "--effort", "high", "--time-limit", "0.6"], catch_exceptions=False)

@@ -80,6 +80,7 @@ def test_patterns_that_count_as_one_are_a_bound_too(made):
         patterns._WAYS, patterns._FRONT = few
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True)
 @given(small(), st.integers(0, 2**32 - 1))
 def test_what_follows_the_pipeline_counts_in_the_bound(made, seed):
@@ -155,6 +156,7 @@ def after_of(made, table):
     return After(0.0, of)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True)
 @given(small(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3]), st.sampled_from([0.9, 1.05, 1e6]))
 def test_no_plan_is_under_the_bound(made, seed, receiving, share):
@@ -172,6 +174,7 @@ def test_no_plan_is_under_the_bound(made, seed, receiving, share):
         weighted._REACH = few
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True)
 @given(small())
 def test_it_is_close_to_the_best_plan(made):

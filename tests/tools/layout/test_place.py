@@ -130,6 +130,7 @@ def _weaker(instance, plan, chunk):
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(planned())
 def test_the_instance_is_the_estimator(case):
@@ -282,6 +283,7 @@ def test_a_placement_keeps_the_cap_in_the_update():
         assert found.dropped == () and found.least_s <= found.step_s <= min(seconds) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_a_placement_keeps_the_cap_and_beats_the_even_one(pp, chunks):
     config = configuration(pp=pp, chunks=chunks, recompute=Recompute())
@@ -344,6 +346,7 @@ def test_layers_that_alternate_stay_and_recompute_the_least(chunks, share):
     assert (found.configuration.recompute == Recompute()) == (share == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "chunks", "layers", "cap"), [(4, 2, 14, 0.9), (3, 2, 11, 0.85)])
 def test_bounds_by_whole_layers_rise_with_their_effort_and_stay_true(pp, chunks, layers, cap):
     """A little effort proves a bound under the time to beat, more of it a closer one; none is over what is placed."""
@@ -406,6 +409,7 @@ def test_the_layers_of_a_v_go_down_and_up_again():
     assert (plan_of(instance, instance.to_solution(plan)) == plan).all()
 
 
+@pytest.mark.slow
 def test_the_438b_case_fits_its_45_gb():
     config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
     found = place(config, TIMES, 45 * GIB, Budget(1))

@@ -92,6 +92,7 @@ def combination(draw):
     return plugins, offset
 
 
+@pytest.mark.slow
 @settings(max_examples=24)
 @given(combination(), st.sampled_from(["file", "even"]))
 def test_nothing_stays_auto_and_nothing_else_changes(opened, drawn, layout):
@@ -214,6 +215,7 @@ def test_a_report_on_dispatch_needs_no_layout(tmp_path):
     assert look(even, MODE) in advised.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hierarchical", "auto"])
 def test_a_report_on_dispatch_has_the_step_of_the_layout_file(tmp_path, mode):
     """Its step was that of an even layout with nothing recomputed, beside a file that every launch reads."""

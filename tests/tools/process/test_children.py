@@ -175,6 +175,7 @@ def test_one_worker_works_in_this_process() -> None:
     assert list(ordered_map(partial(squarer, False), [3], workers=1)) == [(9, os.getpid())]
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed() -> None:
     code = (
         f"{IMPORTABLE}"
@@ -194,6 +195,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     assert alive == []
 
 
+@pytest.mark.slow
 def test_workers_of_a_pool_end_when_their_parent_is_killed() -> None:
     """Idle ones, which nothing else would tell; the pool is that of a search."""
     code = (
@@ -253,6 +255,7 @@ print(json.dumps([before, score, scipy.stats.norm.cdf(0.0), bool(sklearn.__versi
 """
 
 
+@pytest.mark.slow
 def test_scores_are_there_and_helpers_are_not_imported_and_can_be():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     before, score, half, there = json.loads(done.stdout)
@@ -273,6 +276,7 @@ print("said:", json.dumps([before, list(half["a"]), isinstance(half, datasets.Da
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_s_datasets_are_imported_when_a_loader_uses_them():
     done = subprocess.run([sys.executable, "-c", LOADERS], capture_output=True, text=True, check=True)
     (said,) = (line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("said: "))

@@ -48,6 +48,7 @@ def found_in(folder, config, truth, stage=1, scoped=True):
     return seen, fit(seen.profile, seen.measured, config, HARDWARE, START, seen.stage)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=5,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes and says little here
@@ -105,6 +106,7 @@ def fitted(truth, device="CPU"):
     return fit(profile, measured, mini(), CPU, CPU_START, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(update=st.floats(0.3, 3.0), each=st.floats(1e-5, 1e-3), step=st.floats(1e-3, 1e-1))
 def test_both_are_found_again_and_predict_another_mini(update, each, step):

@@ -52,6 +52,7 @@ def test_a_step_whose_last_kernels_were_cut_is_told(trace, tmp_path):
     assert [note for note in found.profile.notes if "kernel_details.csv was cut" in note]
 
 
+@pytest.mark.slow
 def test_the_newest_of_several_profiles_of_a_rank_is_read(trace, tmp_path):
     """The folder whose name comes first was read, such as one of a run with another recipe."""
     names = ["node0_1234_20261101083000123_ascend_ms", "node0_77_20261130083000123_ascend_ms"]

@@ -39,6 +39,7 @@ def test_every_weight_of_a_step_with_experts_is_proven():
     assert spreads["decoder.layers.*.mlp.router.weight"] == "[16, 128]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in faults(STEP[1], STEP[3]) if kind.startswith("rows ")])
 def test_faults_of_the_dispatch_are_found(kind, monkeypatch):
     places, plant = faults(STEP[1], STEP[3])[kind]
@@ -179,6 +180,7 @@ def test_equal_elements_fit_every_cut():
     assert moves.concat([x, Alike(((4,), ()))], 1).dims == (("a", 4), (3,))
 
 
+@pytest.mark.slow
 def test_the_order_of_ranks_matters_unless_their_pieces_are_only_averaged():
     """The router gathers each rank's share of tokens by expert, and takes the mean over the ranks."""
     result, graph, mesh, peers = STEP

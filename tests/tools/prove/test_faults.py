@@ -80,6 +80,7 @@ SAYS = {  # kind of fault -> what the report says; the number is that of the ope
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAYS)
 def test_a_violation_names_the_operators_behind_it(kind):
     places, plant = faults(GRAPH, PEERS)[kind]
@@ -274,6 +275,7 @@ SAID = {  # what is said of a fault, where it is not named
 PLACES = {"dense": 14, "experts": 9, "ring": 8}  # faults for which a step has a place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_faults_by_somebody_who_did_not_know_the_rules(step):
     assert STEPS[step].report()["problems"] == []

@@ -277,6 +277,7 @@ def test_every_weight_of_a_step_with_nodes_is_proven():
     assert spreads["decoder.layers.*.mlp.experts.weight1"] == "[dp.1*tp*512, 128]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

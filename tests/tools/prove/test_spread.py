@@ -268,6 +268,7 @@ def test_repeats(random: Random) -> None:
     check(lambda x: moves.tile(x, counts), lambda x: np.tile(x, counts), [given], random)
 
 
+@pytest.mark.slow
 @anything
 def test_parts_and_joins(random: Random) -> None:
     given = some_spread(random, [4, random.choice([2, 4])])

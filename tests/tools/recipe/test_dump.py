@@ -71,6 +71,7 @@ def test_the_file_is_never_half_written(tmp_path, monkeypatch):
     assert target.read_text() == "a: 1\n" and os.listdir(tmp_path) == ["flat.yaml"]
 
 
+@pytest.mark.slow
 @given(st.dictionaries(text, values, max_size=4))
 def test_any_plain_recipe_survives(recipe):
     assert yaml.safe_load(recipe_text(recipe)) == recipe

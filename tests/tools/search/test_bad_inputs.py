@@ -210,6 +210,7 @@ def judged(monkeypatch, *good):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_under_loads_the_first_of_them_is_verified_with_what_they_add(monkeypatch):
     from tools.search.ranking import verify
@@ -329,6 +330,7 @@ def test_a_file_that_cannot_be_written_any_more_costs_no_other(tmp_path, monkeyp
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize("words", [["--top", 1, "--write"], ["pipeline", INSTANCE, "--effort", 1, "--out"]])
 def test_what_another_command_has_written_meanwhile_is_not_replaced_without_force(words, tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ def enumerated(asked):
     return found, funnel
 
 
+@pytest.mark.slow
 @given(devices=st.sampled_from([1, 6, 8, 24]), batch=st.sampled_from([12, 18]), dense=st.booleans())
 @settings(max_examples=4)
 def test_space_is_what_plain_loops_find(devices, batch, dense):

@@ -36,6 +36,7 @@ def plain_answer():
     return json.loads(asked().stdout)
 
 
+@pytest.mark.slow
 def test_the_answer_with_groups_is_not_slower_and_is_written(tmp_path):
     plain = plain_answer()
     overlay = tmp_path / "best.yaml"
@@ -53,6 +54,7 @@ def test_the_answer_with_groups_is_not_slower_and_is_written(tmp_path):
     assert peak_memory(config) / GIB == pytest.approx(after["peak_gib"])
 
 
+@pytest.mark.slow
 def test_swapping_is_said_and_changes_nothing_else():
     plain, found = plain_answer(), json.loads(asked("--swap").stdout)
     assert found["strategies"] == plain["strategies"]

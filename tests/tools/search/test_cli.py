@@ -121,6 +121,7 @@ def test_measurements_are_predicted_and_calibrated_against(tmp_path):
     assert out.read_text("utf-8").startswith("# my_cluster: atlas_800t_a2 with efficiencies fitted to 3 measured steps")
 
 
+@pytest.mark.slow
 def test_the_instance_is_solved(tmp_path):
     instance, out = EXAMPLES / "pipeline.json", tmp_path / "plan.json"
     assert run("pipeline", instance, "--effort", 1, "--out", out).exit_code == 0
@@ -147,6 +148,7 @@ def run_layout(*words):
     return CliRunner().invoke(layout, [str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_it_makes_what_a_launch_reads(recipe):
     result = run_layout(recipe, "--effort", "1")
     assert result.exit_code == 0, result.stderr
@@ -157,6 +159,7 @@ def test_it_makes_what_a_launch_reads(recipe):
     assert path.read_text().startswith("# What `offset: auto` stands for. Made by `tc3 search layout")
 
 
+@pytest.mark.slow
 def test_json_and_another_place(recipe, tmp_path):
     out = tmp_path / "elsewhere" / "layout.yaml"
     change = "context.max_device_memory=58GB"
@@ -172,6 +175,7 @@ def test_json_and_another_place(recipe, tmp_path):
     assert not recipe.with_suffix(".layout.yaml").exists()
 
 
+@pytest.mark.slow
 def test_nothing_fits(recipe):
     result = run_layout(recipe, "--effort", "1", "--set", "context.max_device_memory=20GB")
     assert result.exit_code == 1
@@ -181,6 +185,7 @@ def test_nothing_fits(recipe):
     assert not recipe.with_suffix(".layout.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_margin_of_ones_own(recipe, tmp_path):
     words = ["--effort", "1", "--json", "--out", tmp_path / "l.yaml", "--memory-margin", "0.2"]
     found = json.loads(run_layout(recipe, *words, "--set", "context.max_device_memory=50GB").stdout)["predicted"]
@@ -188,6 +193,7 @@ def test_a_margin_of_ones_own(recipe, tmp_path):
     assert found["fits"] == "37 of 37" and "--memory-margin 0.2" in (tmp_path / "l.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("anything: 1\n")
@@ -240,6 +246,7 @@ def test_a_profile_makes_a_cluster_file_that_explains_it(profile, tmp_path):
     assert after["predicted"] == pytest.approx(after["measured"], rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_search_from_a_profile_is_a_search_on_the_calibrated_cluster(profile, recipe_105b, tmp_path):
     limits = ["tp=8", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "recompute=full", "mode=global"]
     words = [recipe_105b, *(word for limit in limits for word in ("--limit", limit)), "--gbs", 64, "--json"]

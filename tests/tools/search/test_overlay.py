@@ -160,6 +160,7 @@ def dispatch_of(recipe):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=24)
 @given(st.data())
 def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
@@ -188,6 +189,7 @@ recompute_config: {recompute: False, select_recompute: False, select_comm_recomp
 """
 
 
+@pytest.mark.slow
 @settings(max_examples=24)
 @given(st.data())
 def test_a_search_from_the_recipe_of_a_search_keeps_nothing_of_it(tmp_path_factory, data):

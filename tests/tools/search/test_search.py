@@ -34,7 +34,6 @@ from tools.recipe.load import load_recipe
 from tools.search import page as report
 from tools.search.cli import search
 from tools.search.doubt import Doubt
-from tools.search.page import draw_entry, frontier
 from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking import workers
@@ -76,6 +75,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     assert f"{best['step_s']:.2f} s per step" in overlay.read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_table_and_report(tmp_path):
     page, picture = tmp_path / "new" / "report.html", tmp_path / "p.svg"
@@ -116,6 +116,7 @@ def test_uniform_recomputation_is_not_placed(monkeypatch):
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 @pytest.mark.parametrize(
     ("words", "expected"),
@@ -134,6 +135,7 @@ def test_infeasible_requests_say_what_would_be_feasible(monkeypatch, words, expe
         assert text in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_nearest_memory_is_enough(monkeypatch):
     for others in ("_without_limits", "_more_devices"):  # the other advice, for which whole spaces are looked at
@@ -230,6 +232,7 @@ def stand_in_config(asked, one):
     return configuration(asked, one.candidate)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_placing_in_two_processes(monkeypatch):
     monkeypatch.undo()
@@ -247,6 +250,7 @@ def test_placing_in_two_processes(monkeypatch):
         assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_one_process_and_two_find_the_same(monkeypatch):
     monkeypatch.undo()
@@ -259,6 +263,7 @@ def test_one_process_and_two_find_the_same(monkeypatch):
     assert answers[0] == answers[1] and not answers[0][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "screen", lambda *rest: replace(stand_in(*rest), cut=True))
@@ -328,6 +333,7 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path):
     page = tmp_path / "r.html"
@@ -344,17 +350,16 @@ POINTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, m
 @given(POINTS)
 def test_frontier_is_what_nobody_beats(points):
     seconds, peaks = np.array(points, float).T
-    found = {(seconds[index], peaks[index]) for index in frontier(seconds, peaks)}
+    found = {(seconds[index], peaks[index]) for index in report.frontier(seconds, peaks)}
     expected = {(s, p) for s, p in points if not any((t <= s and q <= p) and (t, q) != (s, p) for t, q in points)}
-    assert found == expected
-    assert list(peaks[frontier(seconds, peaks)]) == sorted(p for _, p in expected)
+    assert found == expected and list(peaks[report.frontier(seconds, peaks)]) == sorted(p for _, p in expected)
 
 
 @pytest.mark.parametrize(("micro_batches", "drawn"), [(8, 8), (16, 16), (64, 16)])
 def test_of_many_micro_batches_as_many_are_drawn_as_can_be_seen(micro_batches, drawn):
     config = replace(from_recipe(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")), micro_batches=micro_batches)
     entry, axes = entry_of(config, times := TimeModel(load_hardware(DEFAULT_HARDWARE))), new_figure(4, 3).subplots()
-    draw_entry(axes, entry, times)
+    report.draw_entry(axes, entry, times)
     bars = sum(len(bars.get_paths()) for bars in axes.collections)
     assert config.pp == 8 and bars == 2 * drawn * config.pp * config.chunks
     shown = "one step" if micro_batches == drawn else f"{drawn} micro-batches of the step's {micro_batches}"
@@ -381,6 +386,7 @@ def test_predictions_are_those_it_was_chosen_by(folder):
     assert predicted(folder, "pretrain_4k.yaml").seconds == pytest.approx(before, rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", WINNERS)
 def test_its_card_says_what_uneven_loads_do_to_it(folder):
     """The card's seconds, drawn steps and max/mean under `--loads published` are those that the tools find today."""
@@ -408,6 +414,7 @@ def test_it_is_the_same_run_in_another_layout(folder):
     assert ours["lr_schedule"] == other["lr_schedule"] and ours["train_dataset"] == other["train_dataset"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_placed_layouts_are_ranked_under_loads(tmp_path):
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
@@ -454,8 +461,8 @@ def test_a_changed_winner_is_named_with_the_reason():
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_recipe_for_other_devices_does_not_stand_before_the_layouts(changed):
     rows = in_order([uneven("1", 10.0, 14.0, 0), uneven("recipe", 3.0, 4.0, 0)])
-    lines = reasons(Found(SimpleNamespace(changed=changed), None, uneven=rows))
-    assert any("the recipe's own layout stands before all of them" in line for line in lines) is not changed
+    told = "\n".join(reasons(Found(SimpleNamespace(changed=changed), None, uneven=rows)))
+    assert ("the recipe's own layout stands before all of them" in told) is not changed
 
 
 def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():
@@ -469,6 +476,7 @@ def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():
     assert [one.name for one in found.uneven] == ["zero_bubble_v", "2", "1"] and found.best is entries[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_in_placement")
 def test_other_schedules_are_ranked_under_loads_and_the_first_of_them_is_written(tmp_path):
     overlay = tmp_path / "o.yaml"

@@ -111,6 +111,7 @@ def call(*words):
     return result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "layers", "terabytes"),
     [("telechat3_105b/finetune_4k.yaml", 45, 0.22), ("telechat3_1119b/pretrain_4k.yaml", 61, 2.3)],

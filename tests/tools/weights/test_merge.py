@@ -190,6 +190,7 @@ def saved(folder, weight, ranks=2, bias=0.0, load=0.0):
     return open_source(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=4), min_size=2, max_size=5))
 def test_it_is_the_mean_to_half_a_unit_in_the_last_place(tmp_path_factory, rows):

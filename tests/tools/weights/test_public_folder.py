@@ -66,6 +66,7 @@ def test_a_key_that_is_not_known_is_never_converted_in_silence(folder, model, na
     assert said is None or f"{name} is " in said
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(model=st.sampled_from(list(MODELS)), data=st.data(), value=values)
 def test_another_value_of_a_key_that_decides_numbers_is_refused(folder, model, data, value):

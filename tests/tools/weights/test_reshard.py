@@ -76,6 +76,7 @@ def one(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, reshard.BLOCK])
 def test_round_through_all_layouts_every_tensor_is_the_same_bits(one, tmp_path, monkeypatch, block):
     """In blocks of a single row, too: what is put together does not depend on them."""

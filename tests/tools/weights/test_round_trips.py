@@ -119,6 +119,7 @@ def layouts(draw, recipe):
     return recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "lora", "streams", "muon", "moved"])
 @settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # to shrink what has failed would take minutes
 @given(data=st.data())

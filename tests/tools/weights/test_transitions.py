@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -285,6 +286,7 @@ def transition(case):
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(transitions())
 def test_each_number_is_where_a_loop_over_ranks_puts_it(case):

@@ -212,6 +212,7 @@ class Whole(Run):
         return self.folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics/rank_0.jsonl", "metrics/state_rank_0.jsonl"])
 def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
     """Each key of each kind of line, with each wrong type; what a run may write as well is not called equal."""

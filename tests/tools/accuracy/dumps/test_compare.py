@@ -73,6 +73,7 @@ def test_a_rerun_has_no_finding(tmp_path, task):
 ARRAYS = [where for where in tensors(run()) if not (where[2] == "parameters" and where[0])]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.sampled_from(ARRAYS), st.integers(0, 10**6), st.booleans())
 def test_a_single_changed_tensor_is_named_first(where, position, above):
@@ -95,9 +96,8 @@ def test_a_single_changed_tensor_is_named_first(where, position, above):
     if not above:
         assert report.passed
         return
-    step, key, group, _ = where
+    (step, key, group, _), (row,) = where, report.findings
     phase = phase_of(key, group)
-    (row,) = report.findings
     assert report.first == {each: row if each == phase else None for each in report.first}
     assert (row.step, row.kind) == (step, "value") and row.name.startswith(key)
 

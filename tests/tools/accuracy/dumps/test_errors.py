@@ -56,6 +56,7 @@ def test_differences_of_float16_are_not_rounded_to_float16(folder):
     assert found.error == pytest.approx(float(judge.errors(got, want, SMALLEST["float16"]).max()), rel=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(pairs(), st.sampled_from([0.0, 1e-4, 4e-3]))
 def test_errors_are_those_of_judge(folder, pair, tolerance):
@@ -172,6 +173,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.integers(64, 20000),

@@ -263,6 +263,7 @@ def test_statistics_find_a_missing_weight_decay_across_platforms(tmp_path, shape
         assert "the optimizer: weight decay" in report.meaning()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(8, 128), st.integers(8, 128), st.floats(1e-9, 2e-5))
 def test_noise_of_the_gradients_is_no_finding_in_statistics(seed, rows, columns, noise):

@@ -155,6 +155,7 @@ SHARDED_RECIPES = [
 SHARDINGS = {case.name: case.sharding for case in strategies.CASES if case.sharding}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SHARDED_RECIPES)
 def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, tmp_path):
     base = strategies.one_worker(path)

@@ -35,6 +35,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus"
 
 
+@pytest.mark.slow
 def test_text(prefix: Path) -> None:
     result = run(prefix, "--recipe", LARGE, "--steps", 4)
     assert result.exit_code == 0, result.output
@@ -55,6 +56,7 @@ def test_text(prefix: Path) -> None:
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)  # heads are whole, too
 
 
+@pytest.mark.slow
 def test_the_gain_is_that_of_the_seconds_beside_it(prefix: Path) -> None:
     """-44.3 % stood beside seconds that gave -34 %: one number left communication out, the other did not."""
     arguments = [prefix, "--recipe", LARGE, "--steps", 4]
@@ -80,6 +82,7 @@ def test_where_no_seconds_are_predicted_the_gain_is_said_to_be_of_computation(pr
     assert "step: not predicted" in text
 
 
+@pytest.mark.slow
 def test_json_is_one_object_on_stdout(prefix: Path, tmp_path: Path) -> None:
     picture = tmp_path / "deep" / "imbalance.svg"
     ep = "parallel_config.expert_parallel=512"
@@ -103,6 +106,7 @@ def test_json_is_one_object_on_stdout(prefix: Path, tmp_path: Path) -> None:
         assert word in picture.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_pictures_legend_has_no_frame_to_overflow_and_stands_below_the_curves(
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +124,7 @@ def test_the_pictures_legend_has_no_frame_to_overflow_and_stands_below_the_curve
     assert not any(shown.get_frame_on() for shown in (legend, figure.axes[0].get_legend()))
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_same_numbers_is_the_same_file(prefix: Path, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
     for file in files:
@@ -137,6 +142,7 @@ def test_a_recipe_without_masks_has_nothing_to_balance(prefix: Path, tmp_path: P
     assert content["result"] is None and "create_compressed_eod_mask" in content["equal_costs"]
 
 
+@pytest.mark.slow
 def test_a_window_has_no_bound(prefix: Path) -> None:
     found = json.loads(run(prefix, "--recipe", LARGE, "--steps", 1, "--window", 2, "--json").stdout)["result"]
     assert found["layout"]["window"] == 2 and found["steps_looked_at"] == [0, 1]

@@ -67,6 +67,7 @@ def test_what_a_stage_idles_is_what_the_papers_say():
 DENSE = {"pattern": pattern_of(7), "experts": 0, "top_k": 0, "shared_ffn": 0, "kv_heads": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cap", "changes"),
     [
@@ -82,12 +83,14 @@ def test_small_spaces_agree_with_the_reference(cap, changes):
     assert ranking.funnel.left == len(ranking.seconds)
 
 
+@pytest.mark.slow
 def test_a_space_with_shards_of_an_own_size_agrees_with_the_reference():
     asked = request(devices=24, batch=24, cap=GIB)
     asked = replace(asked, base=replace(asked.base, shard_size=2))
     assert judge(asked, rank(asked), 120) > 4
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_candidates_beside_one():
     """Of a pipeline only unsharded candidates copy weights; `feasible` looks at those whose weights fit."""
     asked = request(devices=24, batch=24)
@@ -98,6 +101,7 @@ def test_memory_does_not_depend_on_the_candidates_beside_one():
         assert turned == pytest.approx(every[rows], rel=1e-12), (block.pp, block.vpp)
 
 
+@pytest.mark.slow
 def test_a_space_under_loads_agrees_with_the_reference():
     asked = request(devices=24, batch=24, cap=GIB)
     base = replace(asked.base, overlap_dp=False)
@@ -106,6 +110,7 @@ def test_a_space_under_loads_agrees_with_the_reference():
     assert judge(asked, rank(asked), 150) > 5
 
 
+@pytest.mark.slow
 def test_the_438b_space_agrees_with_the_reference():
     recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
     asked = request_of(recipe, "atlas_800t_a2", limits=tuple(map(read_limit, ["pp=4,8", "ep=8,16", "tp>1", "mbs<=4"])))
@@ -135,6 +140,7 @@ def test_planned_is_never_slower_than_a_uniform_policy_that_fits():
         assert best[block, row] <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_least_memory_is_known_when_nothing_fits():
     ranking = rank(request(cap=0.01 * GIB))
     assert len(ranking.seconds) == 0 and ranking.funnel.left == 0
@@ -166,6 +172,7 @@ def test_feasible_is_whether_something_is_ranked(cap):
     assert feasible(asked) == (len(rank(asked).seconds) > 0)
 
 
+@pytest.mark.slow
 def test_the_nearest_numbers_of_devices_are_those_on_which_something_fits():
     asked = request(20)  # over so many devices MindSpore splits no model
     every = {number: rank(replace(asked, devices=number)).least for number in range(8, 33)}
@@ -188,6 +195,7 @@ def planned(asked):
     return ranking, [(one, bound) for one, bound in found if one.candidate.recompute == PLANNED]
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([{}, {"mtp": 1}, {"pattern": pattern_of(5), "experts": 0, "top_k": 0, "shared_ffn": 0}]),
     st.sampled_from([0.6, 0.9, 50]),
@@ -217,6 +225,7 @@ def test_no_placement_is_under_its_bounds(changes, cap, draw):
             assert again.step_s <= quick.step_s and again.least_s <= found.step_s * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_space_is_under_all_its_placements(monkeypatch):
     """Everything placed: none is under the bound that a search of two placements tells, and it is not far away."""
     monkeypatch.setattr(workers, "processes", lambda: 1)
@@ -273,6 +282,7 @@ def test_the_plain_bound_is_near_for_equal_stages(chunks):
 LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "limits", "seen"),
     [

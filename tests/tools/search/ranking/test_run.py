@@ -32,6 +32,7 @@ def small(number, **sizes):
     return problem(number, **{"devices": (4, 8), "layers": (4, 6), "fit": 2, **sizes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 4, 7, 14, 17, 21])  # each family and each space
 def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
     asked = small(number)
@@ -43,6 +44,7 @@ def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
     assert all(entry.peak <= asked.room for entry in found.entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15)])
 def test_no_placement_of_any_strategy_is_faster(model, share):
     """Every strategy of four devices without tensor parallelism, each placement of each tried one by one."""
@@ -59,6 +61,7 @@ def test_no_placement_of_any_strategy_is_faster(model, share):
     assert found.entries[0].seconds <= 1.005 * best
 
 
+@pytest.mark.slow
 def test_more_effort_is_never_worse_and_the_bound_only_rises():
     asked = small(4, devices=(8,))
     every = [searched(asked, effort, top=4) for effort in (0.1, 0.4, 1.0)]
@@ -66,6 +69,7 @@ def test_more_effort_is_never_worse_and_the_bound_only_rises():
     assert steps == sorted(steps, reverse=True) and max(bounds) <= steps[-1]
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_which_process_ends_first(monkeypatch):
     """On four stages of one device nothing is sharded, so that strategies with and without shards are equally fast."""
     asked = request(4, 8, ["pp=4", "mbs=1", "mode=global"], replace(MODEL, pattern=pattern_of(9, 8, 1), experts=8))
@@ -84,6 +88,7 @@ def test_the_answer_does_not_depend_on_which_process_ends_first(monkeypatch):
     assert found[0].dropped == found[1].dropped
 
 
+@pytest.mark.slow
 def test_what_is_left_open_is_bounded_with_more_effort_before_the_solver(monkeypatch):
     """Here the first bounds by whole layers get nearly no effort, and the solver does not run."""
     little = 0.01
@@ -120,6 +125,7 @@ def test_the_own_mesh_is_placed_and_each_pair_of_stages_and_chunks_is_shown():
     assert min(row.bound for row in found.stages) <= found.least
 
 
+@pytest.mark.slow
 def test_under_loads_the_best_of_all_placed_under_them_is_found():
     asked, text = small(4, devices=(8,)), "spread:0.8"
     times, found = TimeModel(asked.hardware), searched(asked, 0.2, top=4)
@@ -145,6 +151,7 @@ def test_under_loads_the_best_of_all_placed_under_them_is_found():
     assert even.under is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
     asked = small(4, devices=(8,))
     found = searched(asked, 0.1, top=2)
