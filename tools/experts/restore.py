@@ -15,8 +15,9 @@ from tools.checkpoint.scan import carried
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
+from tools.weights.convert_plan import keep_recipe, recipe_of_run
 from tools.weights.inventory import mark, salvaged
-from tools.weights.source import open_source
+from tools.weights.source import open_source, refuse_target
 
 FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe
 
@@ -55,13 +56,17 @@ def restore_order(
     stored, step, ranks = open_stored(folder), step_of(folder), len(list(folder.glob("seal_rank_*.json")))
     described = stored.others(*(file.name for file in folder.glob("*.json") if not file.name.startswith("seal_rank_")))
     stored.tensors  # noqa: B018 (metadata.json is read now: a run that trains may remove the folder later)
-    damaged, made = salvaged([open_source(folder)], salvage), carried(folder)
+    source, made, recipe = open_source(folder), carried(folder), recipe_of_run(folder)
+    source.require_types()
+    damaged = salvaged([source], salvage)
     with atomic_folder(target) as part:
         for file in sorted(stored.files):
             progress(file)
             save_arrays(_restored(file, placements, stored), part / file)
         for name, content in described.items():
             (part / name).write_bytes(content)
+        if recipe:
+            keep_recipe(part, recipe)
         mark(part, damaged)
         for rank in range(ranks):
             write_seal(part, rank, ranks, step, made=made)
@@ -77,6 +82,8 @@ def _refuse(folder: Path, target: Path) -> None:
         raise CheckpointError(f"{folder}: this is not a complete checkpoint: {reason}")
     if target.exists():
         raise CheckpointError(f"{target}: the folder exists already; remove it, or name another folder with --to")
+    if target.absolute() != target_of(folder):
+        refuse_target(target)
 
 
 def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:

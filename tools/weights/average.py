@@ -151,6 +151,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
                 "iteration_*) can be averaged"
             )
         source.require_whole()
+        source.require_types()
         if adapter := next(filter(is_adapter, source.headers), None):
             raise CheckpointError(
                 f"{source.path}: the checkpoint holds LoRA adapters ({adapter}), and the product B A of averaged "

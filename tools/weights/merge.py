@@ -81,6 +81,7 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
             f"iteration_*) have adapters to merge"
         )
     source.require_whole()
+    source.require_types()
     file = recipe or recipe_beside(source.path)
     own = load_recipe(file)
     loaded = resolve(own)
