@@ -51,7 +51,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts, recipe_file
 from tools.runs.readings import Follower
-from tools.weights.convert_plan import changed_settings
+from tools.weights.convert_plan import KEPT, changed_settings
 
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
@@ -192,10 +192,13 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
-    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another."""
-    if real_path(checkpoint).parent != real_path(save_path(recipe)):
-        return checkpoint.parent.parent / "recipe.yaml"
-    return run_dir / "recipe.yaml"
+    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another; a
+    command that wrote `checkpoint` elsewhere has kept the recipe in it.
+    """
+    if real_path(checkpoint).parent == real_path(save_path(recipe)):
+        return run_dir / "recipe.yaml"
+    beside, kept = checkpoint.parent.parent / "recipe.yaml", checkpoint / KEPT
+    return kept if kept.exists() and not beside.exists() else beside
 
 
 def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
