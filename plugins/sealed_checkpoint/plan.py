@@ -368,6 +368,16 @@ def made(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def world_of(folder: Path) -> int | None:
+    """Return the number of ranks that saved a checkpoint, as the seal of its first rank says; None without this
+    seal.
+    """
+    try:
+        return int(_read_seal(folder, 0)["world_size"])
+    except (OSError, ValueError, KeyError, TypeError, RefusedError):
+        return None
+
+
 def checksum(path: Path) -> str:
     """Return the sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()

@@ -36,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
+from plugins.sealed_checkpoint.plan import world_of
 from plugins.sealed_checkpoint.router_state import (
     ADAM,
     AVERAGES,
@@ -52,6 +53,7 @@ TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: Mind
 METADATA = "metadata.json"
 # names of a rank's files, behind a prefix that the user chooses: weights, and the state of the optimizer
 MODEL_FILE, OPTIMIZER_FILE = (re.compile(rf"(?:^|-){kind}-\d+-\d+\.safetensors$") for kind in ("model", "opt"))
+_WORLD = re.compile(r"-\d+-(\d+)\.safetensors$")  # how many ranks saved
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
@@ -121,11 +123,16 @@ class Stored:
                     f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is "
                     "missing; copy the checkpoint again"
                 )
-            return {
-                name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
-                for file, headers in self.files.items()
-                for name, header in headers.items()
-            }
+            found: dict[str, Tensor] = {}
+            for file, headers in self.files.items():
+                for name, header in headers.items():
+                    own = Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
+                    if (first := found.setdefault(name, own)) is not own:
+                        raise CheckpointError(
+                            f"{self.folder / file}: this file and {first.copies[0][0][1]} both hold {name}; one of the "
+                            "two is of another save, so move that one to another folder"
+                        )
+            return found
         listed, storage = read_metadata(metadata)
         held = {name for headers in self.files.values() for name in headers}
         return {
@@ -268,7 +275,7 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
     Raises:
         CheckpointError: it holds no safetensors, or one that is damaged.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = files_in(folder)
     files = {path.name: read_headers(path) for path in paths if not (weights_only and OPTIMIZER_FILE.search(path.name))}
     if not files:
         wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
@@ -276,6 +283,17 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
             wanted = "it has a config.json, so download the model's *.safetensors into this folder, too"
         raise CheckpointError(f"{folder}: the folder holds no safetensors files; {wanted}")
     return Stored(folder, files, weights_only)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint. If the folder also holds files of another number of ranks, only
+    those of the number in the seals are returned: workers without an attempt save a step again into the folder in
+    which an earlier save on other ranks has broken off.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    worlds = {path: int(found[1]) for path in paths if (found := _WORLD.search(path.name))}
+    sealed = world_of(folder) if len({*worlds.values()}) > 1 else None
+    return [path for path in paths if sealed is None or worlds.get(path, sealed) == sealed]
 
 
 def rank_of(name: str) -> int:
@@ -428,7 +446,7 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
         CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
     """
     found: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*-model-*.safetensors")):
+    for file in (path for path in files_in(folder) if "-model-" in path.name):
         for module, slots in _placements_in(file):
             if not np.array_equal(np.sort(slots), np.arange(len(slots))):
                 raise CheckpointError(

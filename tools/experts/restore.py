@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
+from plugins.sealed_checkpoint.plan import fault, step_of, world_of, write_seal
 from tools.checkpoint.scan import carried
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
@@ -53,7 +53,7 @@ def restore_order(
     placements = read_placements(folder)
     if not (layers := moved(placements)):
         raise CheckpointError(f"{folder}: all experts already are in logical order, so there is nothing to restore")
-    stored, step, ranks = open_stored(folder), step_of(folder), len(list(folder.glob("seal_rank_*.json")))
+    stored, step, ranks = open_stored(folder), step_of(folder), world_of(folder) or 0
     described = stored.others(*(file.name for file in folder.glob("*.json") if not file.name.startswith("seal_rank_")))
     stored.tensors  # noqa: B018 (metadata.json is read now: a run that trains may remove the folder later)
     source, made, recipe = open_source(folder), carried(folder), recipe_of_run(folder)
