@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
-from plugins.sealed_checkpoint.plan import world_of
+from plugins.sealed_checkpoint.plan import files_in
 from plugins.sealed_checkpoint.router_state import (
     ADAM,
     AVERAGES,
@@ -53,7 +53,6 @@ TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: Mind
 METADATA = "metadata.json"
 # names of a rank's files, behind a prefix that the user chooses: weights, and the state of the optimizer
 MODEL_FILE, OPTIMIZER_FILE = (re.compile(rf"(?:^|-){kind}-\d+-\d+\.safetensors$") for kind in ("model", "opt"))
-_WORLD = re.compile(r"-\d+-(\d+)\.safetensors$")  # how many ranks saved
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
 Kind = Literal["weights", "optimizer", "other"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
@@ -283,17 +282,6 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
             wanted = "it has a config.json, so download the model's *.safetensors into this folder, too"
         raise CheckpointError(f"{folder}: the folder holds no safetensors files; {wanted}")
     return Stored(folder, files, weights_only)
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint. If the folder also holds files of another number of ranks, only
-    those of the number in the seals are returned: workers without an attempt save a step again into the folder in
-    which an earlier save on other ranks has broken off.
-    """
-    paths = sorted(folder.glob("*.safetensors"))
-    worlds = {path: int(found[1]) for path in paths if (found := _WORLD.search(path.name))}
-    sealed = world_of(folder) if len({*worlds.values()}) > 1 else None
-    return [path for path in paths if sealed is None or worlds.get(path, sealed) == sealed]
 
 
 def rank_of(name: str) -> int:
