@@ -27,7 +27,7 @@ if __name__ == "__main__":
     gc.set_threshold(100_000)  # imports and compiling make millions of objects that stay; looking for cycles took 5 %
 
 from launch.resume.checkpoints import keep_cost
-from launch.resume.data import apply_ledger
+from launch.resume.data import all_steps, apply_ledger
 from launch.run.compile_cache import refuse_own
 from launch.run.script import of_script
 from launch.workers.backends import backend_of
@@ -102,7 +102,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     dataset_helpers.use_this_python()
     metrics.enable(config, backend.collectives)
     enable_plugins(config)
-    save_on_request.enable()
+    save_on_request.enable(all_steps(recipe))
     with backend.own_errors():
         Trainer(config).train()
 

@@ -345,7 +345,8 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
     for names in adapters.adapted if kind not in ("embedding", "head") else ():
         if parts := [by_name[name] for name in names if name in by_name]:
             first, rows = parts[0], sum(part.rows for part in parts)
-            across, along = (split if first.split == split else "" for split in ("columns", "rows"))
+            cuts = {part.split for part in parts}
+            across, along = (split if cuts == {split} else "" for split in ("columns", "rows"))
             found += [
                 Weight(f"{first.name}_lora_A", adapters.rank, first.columns, across),
                 Weight(f"{first.name}_lora_B", rows, adapters.rank, along),

@@ -51,7 +51,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts, recipe_file
 from tools.runs.readings import Follower
-from tools.weights.convert_plan import changed_settings
+from tools.weights.convert_plan import KEPT, changed_settings
 
 _WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
@@ -111,19 +111,20 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     a run that has saved checkpoints and finds none at all in `root`, whole or not.
 
     A run may be started again while nobody watches, so a user who wants random weights must name a new folder. Only
-    plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint.
+    plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint; what was
+    saved before that is set aside, and may be removed.
     """
+    spiked, plans = read_ledger(run_dir), [attempt.plan for attempt in read_attempts(run_dir) if attempt.plan]
+    began_anew = max((plan.time for plan in plans if spiked and not plan.resume), default=0.0)
     spans = filter(None, map(as_span, Follower(spans_file(run_dir)).records()))
-    saved = [span.step for span in spans if span.sealed]
+    saved = [span.step for span in spans if span.sealed and span.end > began_anew]
     if saved and not any(chain(root.glob("*iteration_*"), unfinished(root))):
         raise CheckpointError(
             f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
             "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
             "run with another --run-dir"
         )
-    if read_ledger(run_dir):
-        return
-    last = next((attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan), None)
+    last = plans[-1] if plans and not spiked else None
     if last and last.resume:
         raise CheckpointError(
             f"{root}: no complete checkpoint is left, although attempt {last.attempt} of this run continued from step "
@@ -191,10 +192,13 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
-    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another."""
-    if real_path(checkpoint).parent != real_path(save_path(recipe)):
-        return checkpoint.parent.parent / "recipe.yaml"
-    return run_dir / "recipe.yaml"
+    """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another; a
+    command that wrote `checkpoint` elsewhere has kept the recipe in it.
+    """
+    if real_path(checkpoint).parent == real_path(save_path(recipe)):
+        return run_dir / "recipe.yaml"
+    beside, kept = checkpoint.parent.parent / "recipe.yaml", checkpoint / KEPT
+    return kept if kept.exists() and not beside.exists() else beside
 
 
 def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:

@@ -137,7 +137,7 @@ def _of_the_layout(recipe: Recipe) -> tuple[Shapes, Shapes]:
     Raises:
         RecipeError: the names of the weights are not known.
     """
-    target = target_of(recipe, fused=True)
+    target = target_of(recipe)
     biases = {name: placed.shape for name, placed in target.states.items() if name.endswith(".expert_bias")}
     return {name: placed.shape for name, placed in target.weights.items()}, biases
 

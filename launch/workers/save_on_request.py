@@ -27,19 +27,22 @@ relies_on(CheckpointMonitor, "iteration = self._append_step_num + cb_params.cur_
 relies_on(CheckpointMonitor, "def step_end(self, run_context)")
 
 
-def enable() -> None:
+def enable(last: int = 0) -> None:
     """Make the checkpoint monitor of the run (with the changes of the plugins) check at each step for a request to
     save. Call this after the plugins are enabled.
+
+    After a save at the run's `last` step (0: unknown) the worker ends as without a request, after the last held-out
+    evaluation: no attempt would make up for it, because the run is complete.
 
     Without a launch that can make requests, and for MindFormers' legacy format, nothing changes.
     """
     monitor = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
     if VARIABLE in os.environ and issubclass(monitor, SealingCheckpointMonitor):
-        heeding = _heeding(monitor, Path(os.environ[VARIABLE]))
+        heeding = _heeding(monitor, Path(os.environ[VARIABLE]), last)
         MindFormerRegister.register_cls(heeding, MindFormerModuleType.CALLBACK, alias="CheckpointMonitor")
 
 
-def _heeding(monitor: Any, file: Path) -> Any:
+def _heeding(monitor: Any, file: Path, last: int) -> Any:
     """Return a subclass of the checkpoint monitor class `monitor` that looks into `file` at the end of each step."""
 
     class HeedingCheckpointMonitor(monitor):
@@ -68,6 +71,7 @@ def _heeding(monitor: Any, file: Path) -> Any:
             folder = Path(get_checkpoint_iter_dir(self.directory, step))
             said = folder if self.saved == step else "nothing, for the step is not finite"
             click.echo(f"{SAVED}step {step}: {said}", err=True)
-            raise SystemExit(0)
+            if step != last:
+                raise SystemExit(0)
 
     return HeedingCheckpointMonitor

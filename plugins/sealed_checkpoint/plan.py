@@ -35,6 +35,7 @@ CHUNK = 1 << 22  # bytes read at a time
 SAVING, REMOVING = "saving_", "removing_"  # before an attempt's name: its saves in progress; before an iteration's
 REFUSED = "refused_rank_"  # before a rank: an empty file beside its refusal, which one listing of names shows
 MOVING = "moving_"  # before a token: a folder with an iteration that may be set aside (tools/checkpoint/scan.py)
+_WORLD = re.compile(r"-\d+-(\d+)\.safetensors$")  # behind a file's name: how many ranks saved
 TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration of a folder to load
 
 
@@ -366,6 +367,27 @@ def made(folder: Path) -> dict[str, Any]:
         return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
     except (OSError, ValueError, TypeError, RefusedError):
         return {}
+
+
+def world_of(folder: Path) -> int | None:
+    """Return the number of ranks that saved a checkpoint, as the seal of its first rank says; None without this
+    seal.
+    """
+    try:
+        return int(_read_seal(folder, 0)["world_size"])
+    except (OSError, ValueError, KeyError, TypeError, RefusedError):
+        return None
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint. If the folder also holds files of another number of ranks, only
+    those of the number in the seals are returned: workers without an attempt save a step again into the folder in
+    which an earlier save on other ranks has broken off.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    worlds = {path: int(found[1]) for path in paths if (found := _WORLD.search(path.name))}
+    sealed = world_of(folder) if len({*worlds.values()}) > 1 else None
+    return [path for path in paths if sealed is None or worlds.get(path, sealed) == sealed]
 
 
 def checksum(path: Path) -> str:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from mindformers.tools.register import MindFormerRegister
 from mindspore import nn
 
 from launch.run.msrun import ROOT
+from launch.workers import save_on_request
 from launch.workers.backends import Ascend, Cpu, ShardedCpu, backend_of
 from launch.workers.leave_request import DECISION, FILE, FOLDER, SAVE, agree, environment, request, requested, saved_at
 from launch.workers.metrics import FirstStep, RecordingLossMonitor, enable, metrics_file
@@ -260,6 +262,27 @@ def test_an_agent_that_dies_while_it_asks_does_not_keep_others_from_asking(tmp_p
         assert requested(run_dir / "0000" / FILE) == ask(run_dir), where
         asked += 1
     assert asked > 5
+
+
+@pytest.mark.parametrize("last", [3, 8])
+def test_after_a_save_at_the_last_step_training_ends_by_itself(attempt, last, capsys):
+    """The last held-out evaluation was lost: a run that is complete is not started again."""
+    (attempt / FILE).write_text('{"step": 3}')
+    made = []
+
+    class Monitor:
+        use_legacy_format, directory, saved, _append_step_num = False, "/disk", 3, 2
+        _config = SimpleNamespace(async_save=False)
+        _save_megatron_ckpt_file_format = step_end = lambda self, params: made.append("saved")
+
+        def _seal_finished_save(self):
+            made.append("sealed")
+
+    monitor = save_on_request._heeding(Monitor, attempt / FILE, last)()
+    context = SimpleNamespace(original_args=lambda: SimpleNamespace(cur_step_num=1))
+    with nullcontext() if last == 3 else pytest.raises(SystemExit):
+        monitor.step_end(context)
+    assert made[-1] == "sealed" and "saved on request: step 3: /disk/iteration_00000003" in capsys.readouterr().err
 
 
 def test_half_a_request_is_none(attempt):

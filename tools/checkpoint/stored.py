@@ -36,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
+from plugins.sealed_checkpoint.plan import files_in
 from plugins.sealed_checkpoint.router_state import (
     ADAM,
     AVERAGES,
@@ -121,11 +122,16 @@ class Stored:
                     f"{self.folder}: several ranks wrote here, but {METADATA}, which describes their layout, is "
                     "missing; copy the checkpoint again"
                 )
-            return {
-                name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
-                for file, headers in self.files.items()
-                for name, header in headers.items()
-            }
+            found: dict[str, Tensor] = {}
+            for file, headers in self.files.items():
+                for name, header in headers.items():
+                    own = Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
+                    if (first := found.setdefault(name, own)) is not own:
+                        raise CheckpointError(
+                            f"{self.folder / file}: this file and {first.copies[0][0][1]} both hold {name}; one of the "
+                            "two is of another save, so move that one to another folder"
+                        )
+            return found
         listed, storage = read_metadata(metadata)
         held = {name for headers in self.files.values() for name in headers}
         return {
@@ -268,7 +274,7 @@ def open_stored(folder: Path, weights_only: bool = False) -> Stored:
     Raises:
         CheckpointError: it holds no safetensors, or one that is damaged.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = files_in(folder)
     files = {path.name: read_headers(path) for path in paths if not (weights_only and OPTIMIZER_FILE.search(path.name))}
     if not files:
         wanted = "give the folder of an iteration, such as checkpoint/iteration_*"
@@ -428,7 +434,7 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
         CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
     """
     found: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*-model-*.safetensors")):
+    for file in (path for path in files_in(folder) if "-model-" in path.name):
         for module, slots in _placements_in(file):
             if not np.array_equal(np.sort(slots), np.arange(len(slots))):
                 raise CheckpointError(

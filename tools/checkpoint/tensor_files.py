@@ -25,12 +25,15 @@ import numpy as np
 from plugins.errors import CheckpointError
 
 TYPES: dict[str, np.dtype] = {
+    "U64": np.dtype(np.uint64),
     "I64": np.dtype(np.int64),
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
+    "U32": np.dtype(np.uint32),
     "I32": np.dtype(np.int32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
+    "U16": np.dtype(np.uint16),
     "I16": np.dtype(np.int16),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
@@ -39,7 +42,7 @@ TYPES: dict[str, np.dtype] = {
 _LENGTH_BYTES = 8  # bytes of the number in front of the header
 _WIDTHS = {  # bytes of an element of every type that a safetensors file may have, also of those that nothing here reads
     **{name: dtype.itemsize for name, dtype in TYPES.items()},
-    **{"U64": 8, "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+    **{"C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
 }
 _ORDER = list(TYPES)
 _ALIGNED = 8  # bytes: what the header is padded to

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint.plan import fault, step_of, write_seal
+from plugins.sealed_checkpoint.plan import fault, step_of, world_of, write_seal
 from tools.checkpoint.scan import carried
 from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
+from tools.weights.convert_plan import keep_recipe, recipe_of_run
 from tools.weights.inventory import mark, salvaged
-from tools.weights.source import open_source
+from tools.weights.source import open_source, refuse_target
 
 FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe
 
@@ -52,16 +53,20 @@ def restore_order(
     placements = read_placements(folder)
     if not (layers := moved(placements)):
         raise CheckpointError(f"{folder}: all experts already are in logical order, so there is nothing to restore")
-    stored, step, ranks = open_stored(folder), step_of(folder), len(list(folder.glob("seal_rank_*.json")))
+    stored, step, ranks = open_stored(folder), step_of(folder), world_of(folder) or 0
     described = stored.others(*(file.name for file in folder.glob("*.json") if not file.name.startswith("seal_rank_")))
     stored.tensors  # noqa: B018 (metadata.json is read now: a run that trains may remove the folder later)
-    damaged, made = salvaged([open_source(folder)], salvage), carried(folder)
+    source, made, recipe = open_source(folder), carried(folder), recipe_of_run(folder)
+    source.require_types()
+    damaged = salvaged([source], salvage)
     with atomic_folder(target) as part:
         for file in sorted(stored.files):
             progress(file)
             save_arrays(_restored(file, placements, stored), part / file)
         for name, content in described.items():
             (part / name).write_bytes(content)
+        if recipe:
+            keep_recipe(part, recipe)
         mark(part, damaged)
         for rank in range(ranks):
             write_seal(part, rank, ranks, step, made=made)
@@ -77,6 +82,8 @@ def _refuse(folder: Path, target: Path) -> None:
         raise CheckpointError(f"{folder}: this is not a complete checkpoint: {reason}")
     if target.exists():
         raise CheckpointError(f"{target}: the folder exists already; remove it, or name another folder with --to")
+    if target.absolute() != target_of(folder):
+        refuse_target(target)
 
 
 def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:

@@ -154,6 +154,10 @@ def _beside(
             clear(part)
     except OSError as error:
         raise not_written(target, error) from None
+    except DataError as error:
+        if str(part) not in str(error):
+            raise
+        raise DataError(str(error).replace(str(part), str(target))) from None  # `part` is gone, and says nothing
 
 
 def _no_file(target: Path) -> str | None:

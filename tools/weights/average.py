@@ -97,7 +97,23 @@ def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: s
         wide = array.astype(np.float64) * share
         total = wide if total is None else total + wide
     assert total is not None, "there are sources"
-    return total.astype(array.dtype)
+    return rounded(total, array.dtype)
+
+
+def rounded(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return float64 `numbers` in another type, each rounded once to the nearest number of the type (ties to even).
+
+    The conversion to bfloat16 goes through float32, which would round twice. So a number that float32 does not hold is
+    first replaced by that one of its two neighbours in float32 whose last bit is 1, which rounds as the number itself.
+    """
+    if dtype.name != "bfloat16":
+        return numbers.astype(dtype)
+    with np.errstate(over="ignore"):
+        near = np.array(numbers, np.float32)
+    bits, wide = near.view(np.uint32), near.astype(np.float64)
+    even = (wide != numbers) & ~np.isnan(numbers) & (bits % 2 == 0)
+    bits[even] += np.asarray(np.where(np.abs(wide) < np.abs(numbers), np.uint32(1), np.uint32(0xFFFFFFFF)))[even]
+    return near.astype(dtype)
 
 
 def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequence[float]:
@@ -112,7 +128,7 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
         raise CheckpointError(f"--weights {given}: each share of an average must be from 0 to 1")
     if not math.isclose(sum(shares), 1, rel_tol=1e-6):
         raise CheckpointError(f"--weights {given}: the shares add up to {sum(shares):g}; they must add up to 1")
-    return shares
+    return [share / math.fsum(shares) for share in shares]  # 0.3333333 thrice would make all weights smaller
 
 
 def _fit(sources: Sequence[Source], target: Path) -> None:
@@ -135,6 +151,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
                 "iteration_*) can be averaged"
             )
         source.require_whole()
+        source.require_types()
         if adapter := next(filter(is_adapter, source.headers), None):
             raise CheckpointError(
                 f"{source.path}: the checkpoint holds LoRA adapters ({adapter}), and the product B A of averaged "
@@ -143,7 +160,8 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
             )
         if wrong := _difference(_kinds(first), _kinds(source)):
             raise CheckpointError(
-                f"{source.path}: {wrong}; {first.path} holds another model, or was saved in another layout"
+                f"{source.path}: {wrong}; {first.path} holds another model, or was saved in another layout; write all "
+                "checkpoints in the layout of one recipe first (tc3 weights reshard)"
             )
         if _placed(source) != _placed(first):
             raise CheckpointError(

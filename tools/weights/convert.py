@@ -304,7 +304,10 @@ def _take_up(part: Path, source: Source, plan: Plan) -> None:
         pass
     for path in part.iterdir():
         path.unlink()
-    (part / _PLAN).write_text(mark, "utf-8")
+    try:
+        (part / _PLAN).write_text(mark, "utf-8")
+    except OSError as error:
+        raise not_written(part / _PLAN, error) from None
 
 
 def _is_whole(part: Path, file: str) -> bool:

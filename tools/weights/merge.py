@@ -25,6 +25,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
+from tools.weights.average import rounded
 from tools.weights.convert import finish_mindformers
 from tools.weights.convert_plan import (
     file_of,
@@ -80,6 +81,7 @@ def plan_merge(source: Source, recipe: Path | None, limit: int) -> Merge:
             f"iteration_*) have adapters to merge"
         )
     source.require_whole()
+    source.require_types()
     file = recipe or recipe_beside(source.path)
     own = load_recipe(file)
     loaded = resolve(own)
@@ -176,7 +178,7 @@ def _made(source: Source, plan: Merge, name: str) -> Iterator[np.ndarray]:
     if name in plan.adapted:
         layer = name.removesuffix(WEIGHT)
         a, b = (_whole(source, layer + matrix) for matrix in (A, B))
-        weight = merged(weight, a, b, plan.scale).astype(weight.dtype)
+        weight = rounded(merged(weight, a, b, plan.scale), weight.dtype)
         if not math.isfinite(float(np.abs(weight.astype(np.float64)).max(initial=0.0))):
             raise CheckpointError(f"{source.path}: {layer}: the merged weight has values that are not finite")
     yield weight

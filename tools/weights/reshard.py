@@ -24,6 +24,7 @@ from tools.checkpoint.stored import METADATA, Stored, open_stored
 from tools.checkpoint.tensor_files import TYPES, Made, save_file
 from tools.files.atomic import atomic_folder
 from tools.process.children import ordered_map
+from tools.weights.convert_plan import KEPT
 from tools.weights.inventory import mark
 from tools.weights.reshard_plan import Copied, Kind, Move, Plan
 from tools.weights.reshard_target import Shape
@@ -292,7 +293,7 @@ def reshard(
     """
     refuse_target(target)
     require_room(next(folder for folder in target.absolute().parents if folder.exists()), target, plan.bytes)
-    common, made = source.stored.others(COMMON), carried(source.stored.folder)
+    copied, made = source.stored.others(COMMON, KEPT), carried(source.stored.folder)
     with atomic_folder(target) as part:
         folder = folder_in(part, source)
         folder.mkdir(parents=True)
@@ -303,13 +304,13 @@ def reshard(
             files[written.file] = written
             done += written.bytes
             progress(done, written.file)
-        for name, content in common.items():
+        for name, content in copied.items():
             (folder / name).write_bytes(content)
         (folder / METADATA).write_text(json.dumps(metadata_of(plan)), "utf-8")
         mark(folder, damaged)
         known = {name: each.sha256 for name, each in files.items()}
         for rank in range(plan.world):
             write_seal(folder, rank, plan.world, source.step or 0, known=known, made=made)
-        for name in BESIDE:
-            if (source.path.absolute().parents[1] / name).exists():
-                shutil.copyfile(source.path.absolute().parents[1] / name, part / name)
+        run = source.path.absolute().parent.parent
+        for name in filter(lambda name: (run / name).exists(), BESIDE):
+            shutil.copyfile(run / name, part / name)

@@ -276,8 +276,11 @@ class Resharding:
             names = sorted({item.name for item in plan.copied})
             found.append(f"copied to all ranks, as the checkpoint does not say how they lie: {_some(names)}")
         if not dry_run:
+            whole = any(move.kind == "opt" for move in plan.moves)  # else only a new run can begin with the weights
             sets = [word for each in overrides for word in ("--set", each)]
-            found.append("go on with it: " + shlex.join(["tc3", "train", str(recipe), "--resume", str(written), *sets]))
+            begin = ["--resume", str(written)] if whole else ["--set", f"checkpoint.load_path={written}"]
+            words = "go on with it" if whole else "begin with it"
+            found.append(f"{words}: " + shlex.join(["tc3", "train", str(recipe), *begin, *sets]))
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
@@ -310,8 +313,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
     refuse_moved(source.stored.folder, View(recipe).keeps_placements)
     target, stored = target_of(recipe), source.stored
     _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
-    if wrong := [name for name, header in source.headers.items() if header.dtype not in TYPES]:
-        raise CheckpointError(f"{source.path}: this command cannot write the data type of {_some(wrong)}")
+    source.require_types()
     items: list[Item] = []
     for name, tensor in stored.tensors.items():
         holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
@@ -328,6 +330,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
             items.append((name, header.dtype, _kind(file), old, target.place(name, header.shape).layout))
         else:
             copied.append(Copied(name, header.dtype, header.shape, _kind(file), file, tuple(range(target.world))))
+    items.sort(key=lambda item: item[0])  # one layout's checkpoints are alike, from whatever layouts they come
     plan = Plan(plan_moves(items, target.world), tuple(copied), target.world, _prefix(stored.files))
     return Resharding(plan, numbers(plan), source.ranks)
 

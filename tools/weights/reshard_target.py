@@ -30,7 +30,7 @@ from tools.layout.resolve import resolve
 from tools.model import ENDS, Weight, weights, with_adapters
 from tools.recipe.findings import refusal
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, PARALLEL, View
+from tools.recipe.view import PARALLEL, View
 
 # Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
 
@@ -196,22 +196,14 @@ class Target:
         return Placed(shape, Layout((self.stage,), ((),) * len(shape), weight.layout.first))
 
 
-def target_of(recipe: Recipe, fused: bool = False) -> Target:
+def target_of(recipe: Recipe) -> Target:
     """Return the layout of every tensor in a run of a recipe.
 
-    Args:
-        fused: whether fused projections of MLA are taken, too; only their names and shapes were compared with
-            MindFormers'.
-
     Raises:
-        RecipeError: the recipe has no model, a model for whose weights this module does not know the names, or fused
-            projections of MLA.
+        RecipeError: the recipe has no model, or a model for whose weights this module does not know the names.
     """
     resolved = resolve(recipe)
     view, config = View(resolved), from_recipe(resolved)
-    if config.model.joint_latent and not fused:
-        wrong = "tc3 weights reshard does not know how the fused projections lie; False, which has them one by one"
-        raise refusal(resolved, (*MODEL, "mla_qkv_concat"), wrong)
     if view.cpu_classes:
         config = replace(config, shard_optimizer=False)  # only data parallel
     ranks = config.dp * config.tp * config.cp
@@ -279,8 +271,13 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
         found: dict[str, Weight] = {}
         for weight in _weights(config, kind):
             name = path + _name(weight, names, config.model.norm_bias)
-            found[name] = replace(weight, rows=found[name].rows + weight.rows) if name in found else weight
+            found[name] = _fused(found[name], weight) if name in found else weight
         yield from found.items()
+
+
+def _fused(one: Weight, other: Weight) -> Weight:
+    """Return the weight that MindFormers has for both; only if both are cut in the same way, their rows are cut."""
+    return replace(one, rows=one.rows + other.rows, split=one.split if one.split == other.split else "")
 
 
 def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:

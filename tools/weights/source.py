@@ -20,7 +20,7 @@ from plugins.errors import CheckpointError, DataError, not_json
 from plugins.sealed_checkpoint.plan import fault
 from tools.checkpoint.scan import is_sealed, iterations, saved_step
 from tools.checkpoint.stored import Stored, kind_of, moved, open_stored, rank_of, read_placements
-from tools.checkpoint.tensor_files import Header, read_headers
+from tools.checkpoint.tensor_files import TYPES, Header, read_headers
 from tools.files.atomic import what_is
 
 INDEX = "model.safetensors.index.json"
@@ -87,6 +87,15 @@ class Source:
         """
         if reason := self.seal_fault(checksums=False):
             raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
+
+    def require_types(self) -> None:
+        """Raise CheckpointError if a tensor has a type that no command writes, such as one of eight bits."""
+        if wrong := [f"{name} ({header.dtype})" for name, header in self.headers.items() if header.dtype not in TYPES]:
+            more = f", and {len(wrong) - 1} more" * (len(wrong) > 1)
+            raise CheckpointError(
+                f"{self.path}: no command writes the data type of {wrong[0]}{more}; the data types that can be written "
+                f"are {', '.join(TYPES)}"
+            )
 
     @cached_property
     def sealed(self) -> bool:

@@ -1,6 +1,8 @@
 """After a spike a run goes on without the guilty samples, from a checkpoint that has trained none of them."""
 
 import json
+import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from launch.resume import data as skipped
 from launch.resume.data import differences
 from launch.run.failure import worker_failure
 from launch.run.supervise import Outcome
+from plugins.lines import Span, note
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from plugins.spike_guard.plan import NO_MORE, SPIKE
 from tests.launch.agent.test_decide import A, attempt, end
@@ -69,6 +72,20 @@ def test_without_a_good_checkpoint_it_starts_from_the_beginning(train, guarded):
     guarded.ends.append(([12], 12, ((88, 96),), BACK))
     code, _, err = train("mini/toy.yaml", "--steps", "20")
     assert code == 0 and [going_on(command) for command in guarded.runs] == [None, None], err
+
+
+def test_what_was_set_aside_may_be_removed(train, guarded):
+    """A resume took its absence for that of the run's checkpoints, and named no way on."""
+    guarded.ends.append(([12], 12, ((88, 96),), BACK))
+    first = time.time()
+    assert train("mini/toy.yaml", "--steps", "20")[0] == 0
+    note(guarded.run_dir, Span("save", 12, first, first, sealed=True))
+    shutil.rmtree(guarded.run_dir / "checkpoint" / "set_aside_iteration_00000012")
+    code, _, err = train("mini/toy.yaml", "--steps", "20", "--resume", "auto")
+    assert code == 0 and [going_on(command) for command in guarded.runs] == [None] * 3, err
+    note(guarded.run_dir, Span("save", 12, time.time(), time.time(), sealed=True))
+    code, _, err = train("mini/toy.yaml", "--steps", "20", "--resume", "auto")
+    assert code == 2 and "although this run has saved step 12" in err, "that one is missing"
 
 
 def test_a_second_spike_sets_nothing_aside_that_was_made_without_the_first_samples(train, guarded):

@@ -46,7 +46,7 @@ def stranger(name):
 
 def saved(folder, recipe, states=("adam_m", "adam_v")):
     """Write what one rank saves of a recipe's model, with all values zero."""
-    checkpoint, target = Saved(folder, 1), target_of(recipe, fused=True)
+    checkpoint, target = Saved(folder, 1), target_of(recipe)
     for name, placed in target.weights.items():
         for each in (name, *(f"{state}.{name}" for state in states)):
             kind = "model" if each == name else "opt"

@@ -14,6 +14,7 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
 from tools.layout import resolve
 from tools.recipe.load import load_recipe
+from tools.weights.convert_plan import KEPT
 
 
 def test_more_steps_within_the_epoch_go_on(train, runs, trained):
@@ -49,6 +50,17 @@ def test_a_run_does_not_begin_anew_where_the_folder_of_its_checkpoints_is_empty(
     named = trained / ("checkpoint" if elsewhere else "disk") / "iteration_00000050"
     train(TOY, "--resume", str(named), "--steps", "100", *more)
     assert len(runs) == 2, "what is named is taken"
+
+
+def test_the_recipe_that_is_kept_in_a_checkpoint_tells_the_order_of_the_data(train, runs, trained, workplace):
+    """As in one that tc3 experts restore-order has written outside of the run's folder: any order was taken."""
+    folder = shutil.copytree(trained / "checkpoint" / "iteration_00000050", workplace / "a" / "b" / "restored")
+    shutil.copy(trained / "recipe.yaml", folder / KEPT)
+    seed = "train_dataset.data_loader.config.seed"
+    more = ["--resume", str(folder), "--steps", "100", "--run-dir", "new"]
+    code, _, err = train(TOY, *more, "--set", f"{seed}=2")
+    assert code == 2 and len(runs) == 1 and f"differs from that of {folder / KEPT}: {seed} was 1, would be 2" in err
+    assert train(TOY, *more)[0] == 0 and len(runs) == 2
 
 
 @pytest.mark.parametrize("wanted", ["50", "40"])

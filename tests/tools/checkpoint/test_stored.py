@@ -11,8 +11,18 @@ from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError
 from plugins.hyper_connections.plan import SUBLAYERS, WEIGHTS
+from plugins.sealed_checkpoint.plan import fault, write_refusal, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
-from tools.checkpoint.stored import kind_of, moments_of, moved, open_stored, read_placements, read_whole, refuse_moved
+from tools.checkpoint.stored import (
+    PLACEMENT,
+    kind_of,
+    moments_of,
+    moved,
+    open_stored,
+    read_placements,
+    read_whole,
+    refuse_moved,
+)
 
 
 @pytest.fixture
@@ -71,6 +81,31 @@ def test_one_process_has_whole_tensors_and_no_metadata(tmp_path):
     save_file({"adam_m.a": numbered(2, 3)}, folder / "mini-opt-0000000-0000001.safetensors")
     whole = read_whole(folder)
     assert sorted(whole.arrays) == ["a", "adam_m.a"] and whole.differing == whole.unlisted == {}
+
+
+def test_two_saves_of_one_process_in_one_folder_are_not_mixed(tmp_path):
+    """Whichever file came last by its name was read."""
+    for prefix, value in (("mini", 1), ("zebra", 2)):
+        save_file({"a.weight": np.float32([value])}, tmp_path / f"{prefix}-model-0000000-0000001.safetensors")
+    with pytest.raises(CheckpointError, match=r"zebra-model\S+: this file and mini-model-\S+ both hold a\.weight; one"):
+        read_whole(tmp_path)
+
+
+def test_what_a_save_on_more_ranks_has_left_in_the_folder_is_not_read(four):
+    """A worker without an attempt saves a step again into the folder of the save in which the run was killed."""
+    folder = four.write()
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    write_refusal(folder, 3, "half a save")
+    again = Saved(folder, 2)
+    again.put("a.weight", numbered(4), (2,), [[0], [1]])
+    for rank in (0, 1):
+        again.held[again.file("model", rank)][f"experts.{PLACEMENT}"] = np.int32([1, 0])
+    again.write()
+    for rank in (0, 1):
+        write_seal(folder, rank, 2, 4)
+    assert fault(folder) is None and moved(read_placements(folder)) == ["experts"]
+    np.testing.assert_array_equal(read_whole(folder).arrays["a.weight"], numbered(4))
 
 
 def test_types_of_sixteen_bits_are_kept(tmp_path):

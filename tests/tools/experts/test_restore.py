@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault, made, write_seal
@@ -17,6 +18,8 @@ from tools.checkpoint.tensor_files import read_headers
 from tools.experts import restore
 from tools.experts.cli import experts
 from tools.experts.restore import restore_order, target_of
+from tools.recipe.load import load_recipe
+from tools.weights.convert_plan import KEPT
 from tools.weights.inventory import SALVAGED
 
 MODULE = "decoder.layers.1.mlp.experts"
@@ -88,6 +91,43 @@ def test_what_is_written_is_sealed_and_stands_in_logical_order(tmp_path):
     assert fault(target_of(folder)) is None and moved(read_placements(target_of(folder))) == []
     assert {path.name for path in target_of(folder).iterdir()} == before.keys()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "the checkpoint itself stays"
+
+
+def test_the_recipe_of_the_weights_goes_along_to_any_folder(tmp_path):
+    folder, _ = write(tmp_path / "run", np.array([1, 0, 3, 2]), 2)
+    (tmp_path / "run" / "recipe.yaml").write_text("seed: 7\n")
+    restore_order(folder, tmp_path / "once")
+    assert load_recipe(tmp_path / "once" / KEPT)["seed"] == 7
+    (folder / KEPT).write_text("seed: 8\n")
+    restore_order(folder, tmp_path / "again")
+    assert load_recipe(tmp_path / "again" / KEPT)["seed"] == 8, "that of the weights goes first"
+
+
+def test_no_checkpoint_of_the_run_is_made_up(tmp_path):
+    """A resume took such a folder for the newest checkpoint."""
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    (tmp_path / "recipe.yaml").write_text("seed: 7\n")
+    for target, words in ((folder.with_name("iteration_00000009"), "would take"), (folder / "to", "in the checkpoint")):
+        with pytest.raises(CheckpointError, match=words):
+            restore_order(folder, target)
+    restore_order(folder, target_of(folder))
+    later = shutil.copytree(folder, folder.with_name("iteration_00000008"))
+    restore_order(later, target_of(later))
+
+
+def test_every_type_is_copied_or_refused_by_name(tmp_path):
+    """Types that nothing here writes ended in a traceback."""
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    for kind in ("uint16", "uint32", "uint64"):
+        save_file({"counter": np.array([3, 2**16 - 1], kind)}, folder / "more-model-0000000-0000002.safetensors")
+        restore_order(folder, tmp_path / kind)
+        found = load_file(tmp_path / kind / "more-model-0000000-0000002.safetensors")["counter"]
+        assert found.dtype == kind and found.tolist() == [3, 2**16 - 1]
+    header = b'{"x.weight": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}'
+    file = folder / "more-model-0000000-0000002.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"88")
+    with pytest.raises(CheckpointError, match=r"no command writes the data type of x\.weight \(F8_E4M3\); the data"):
+        restore_order(folder, target_of(folder))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ SMALL = {"one": ONE, **LAYOUTS}
 MINI_3D = ROOT / "recipes" / "mini" / "pretrain_3d.yaml"  # of another model: never of the drawn numbers
 
 
-def draw(folder, seed=0):
+def draw(folder, seed=0, recipe=ONE):
     """Weights (one of them bfloat16), moments, state of the routers and a counter; returns the arrays by name."""
     rng = np.random.default_rng(seed)
-    target = target_of(load_recipe(ONE))
+    target = target_of(load_recipe(recipe))
     model = {name: rng.standard_normal(item.shape).astype(np.float32) for name, item in target.weights.items()}
     model["output_layer.weight"] = model["output_layer.weight"].astype(ml_dtypes.bfloat16)
     opt = {f"{prefix}{name}": rng.random(model[name].shape, np.float32) for name in model for prefix in ADAM}

@@ -201,6 +201,17 @@ def test_a_disk_that_fills_up_leaves_nothing_that_reads_as_whole(theirs, tmp_pat
     assert not (tmp_path / "ms").exists() and not list(tmp_path.rglob("weights-model-*.safetensors"))
 
 
+def test_a_disk_that_is_full_from_the_beginning_is_named(theirs, tmp_path, monkeypatch):
+    """As one without a free inode; the error was none of a file."""
+
+    def full(path, *content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.Path, "write_text", full)
+    with pytest.raises(DataError, match=r"\.ms\.part/plan\.json: .* be written \(No space left on device"):
+        converted(theirs, tmp_path / "ms")
+
+
 def test_a_folder_that_is_there_or_that_another_writes_is_left_alone(theirs, tmp_path):
     (tmp_path / "ms").mkdir()
     with pytest.raises(CheckpointError, match="the folder exists"):

@@ -220,4 +220,4 @@ def test_names_of_a_model_that_is_not_converted_are_known_too(built, name):
     recipe = stranger(name)
     recipe["model"]["model_config"]["num_hidden_layers"] = LAYERS
     found = {key: tuple(shape) for key, shape in built[name].items() if kind_of(key) == "weights"}
-    assert found == {key: placed.shape for key, placed in target_of(recipe, fused=True).weights.items()}
+    assert found == {key: placed.shape for key, placed in target_of(recipe).weights.items()}

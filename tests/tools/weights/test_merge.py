@@ -305,6 +305,45 @@ def test_low_precision_is_rounded_once(tmp_path):
     assert read_whole(tmp_path / "mean").arrays["linear.weight"].astype(np.float32).tolist() == [1.0, 1.0]
 
 
+@settings(max_examples=300)
+@given(
+    st.floats(-(2.0**126), 2.0**126, width=32),
+    st.sampled_from([0, 0.5, 1, 1.5]),
+    st.integers(-1, 1),
+    st.integers(24, 52),
+)
+def test_rounding_to_bfloat16_goes_through_no_other_type(near, units, sign, depth):
+    """Halfway between two numbers, and a little beside: a merge and a mean rounded to float32 first."""
+    dtype = np.dtype("bfloat16")
+    below = np.float32(near).view(np.uint32) & 0xFFFF0000
+    numbers = [float(np.uint32(int(below) + (step << 16)).view(np.float32)) for step in range(4)]
+    numbers = [number for number in numbers if math.isfinite(number)]
+    exact = numbers[0] + units * (numbers[1] - numbers[0])
+    exact += sign * math.ldexp(exact, -depth)
+    found = float(module.rounded(np.array([exact]), dtype)[0])
+    errors = [abs(Fraction(number) - Fraction(exact)) for number in numbers]
+    best = [number for number, error in zip(numbers, errors, strict=True) if error == min(errors)]
+    assert found in best
+    if len(best) > 1:
+        assert int(np.array(found, np.float32).view(np.uint32)) >> 16 & 1 == 0, "ties go to the even one"
+
+
+def test_shares_that_are_written_with_few_digits_change_no_size(tmp_path):
+    sources = [saved(tmp_path / name, [3e-5, 1, 2, 3]) for name in "abc"]
+    average(sources, tmp_path / "mean", [0.3333333] * 3)
+    assert (read_whole(tmp_path / "mean").arrays["linear.weight"] == np.float32([3e-5, 1, 2, 3])).all()
+
+
+def test_a_mean_just_above_the_middle_is_rounded_up(tmp_path):
+    sources = []
+    for name, value in zip("abcd", (4, 2**-6, 2**-38, 0), strict=True):
+        checkpoint = Saved(tmp_path / name / "iteration_00000002", 1)
+        checkpoint.put("linear.weight", np.full(2, value, "bfloat16"), (1,), [[0]])
+        sources.append(open_source(checkpoint.write()))
+    average(sources, tmp_path / "mean")
+    assert read_whole(tmp_path / "mean").arrays["linear.weight"].astype(np.float32).tolist() == [1 + 2**-7] * 2
+
+
 def test_a_checkpoint_that_a_run_removes_at_the_end_is_averaged_completely(tmp_path, monkeypatch):
     """As a run that trains does with its oldest one, here when all weights of it are read."""
     sources = [saved(tmp_path / "a", [0, 0, 4, 4]), saved(tmp_path / "b", [1, 2, 3, 4])]

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,8 +22,11 @@ from tools.checkpoint import tensor_files
 from tools.checkpoint.stored import read_whole
 from tools.recipe.load import load_recipe
 from tools.weights import reshard
+from tools.weights.average import average
+from tools.weights.convert_plan import KEPT
 from tools.weights.reshard import pieces
 from tools.weights.reshard_plan import plan_recipes, plan_stored
+from tools.weights.reshard_target import target_of
 from tools.weights.source import open_source
 
 
@@ -93,6 +97,45 @@ def test_round_through_all_layouts_every_tensor_is_the_same_bits(one, tmp_path, 
     assert json.loads((folder / "common.json").read_text())["global_step"] == 3
 
 
+@pytest.mark.parametrize("low", [16, None])
+def test_fused_projections_are_whole_on_tensor_parallel_ranks(tmp_path, low):
+    """As MindFormers' SequenceParallelLinear, which makes the compressed queries, keys and values of them."""
+    recipes = {name: tmp_path / f"{name}.yaml" for name in ("one", "tp2", "zero")}
+    model = {"model_config": {"mla_qkv_concat": True, "q_lora_rank": low}}
+    more = json.dumps({"model": model, "plugins": {"lora": {"rank": 2, "alpha": 6, "targets": ["*"]}}})
+    for name, recipe in recipes.items():
+        recipe.write_text(f"base_config: {SMALL[name]}\n{more[1:-1]}\n".replace(', "plugins"', '\n"plugins"'))
+    folder = tmp_path / "run" / "checkpoint" / "iteration_00000003"
+    expected = draw(folder, recipe=recipes["one"])
+    for name in ("tp2", "zero", "one"):
+        folder = laid_out(folder, recipes[name], tmp_path / name)
+        found = read_whole(folder)
+        arrays = found.arrays | {tensor: ranks[0] for tensor, ranks in found.unlisted.items()}
+        assert {key: array.tobytes() for key, array in arrays.items()} == {
+            key: array.tobytes() for key, array in expected.items()
+        }
+    layer, placed = "decoder.layers.0.self_attention.linear", target_of(load_recipe(recipes["tp2"])).weights
+    cuts = {each: placed[f"{layer}_{each}.weight"].lying.cuts for each in ("qkv", "qkv.lora_B", "kvb", "kvb.lora_B")}
+    assert cuts == {"qkv": (1, 1), "qkv.lora_B": (1, 1), "kvb": (2, 1), "kvb.lora_B": (2, 1)}
+
+
+def test_checkpoints_of_two_layouts_are_averaged_after_both_are_in_one_layout(tmp_path):
+    """As of a run that went on in another layout: the ranks that wrote what all hold were other ones."""
+    folders, wholes = [], []
+    for seed, name in ((1, "tp2"), (2, "ep2")):
+        wholes.append(draw(tmp_path / str(seed) / "checkpoint" / "iteration_00000003", seed))
+        folder = laid_out(tmp_path / str(seed) / "checkpoint" / "iteration_00000003", SMALL[name], tmp_path / name)
+        folders.append(folder if name == "ep2" else laid_out(folder, SMALL["zero"], tmp_path / "zero"))
+    with pytest.raises(CheckpointError, match=r"in another layout; write all .* first \(tc3 weights reshard"):
+        average([open_source(folder) for folder in folders], tmp_path / "mean")
+    folders = [laid_out(folder, SMALL["pp2"], tmp_path / f"pp2_{number}") for number, folder in enumerate(folders)]
+    average([open_source(folder) for folder in folders], tmp_path / "mean")
+    found = read_whole(tmp_path / "mean").arrays
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.experts.weight1"):
+        right = (wholes[0][name].astype(np.float64) + wholes[1][name]) / 2
+        np.testing.assert_array_equal(found[name], right.astype(np.float32))
+
+
 def test_each_number_is_in_one_file(one, tmp_path):
     folder = laid_out(one, LAYOUTS["ep2"], tmp_path / "ep2")
     names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
@@ -122,6 +165,23 @@ def test_the_runs_recipe_and_data_go_along(one, tmp_path):
     laid_out(one, LAYOUTS["tp2"], tmp_path / "to")
     assert (tmp_path / "to" / "recipe.yaml").read_text() == "a: 1\n" and not (tmp_path / "to" / "data.json").exists()
     (home / "recipe.yaml").unlink()
+
+
+def test_a_recipe_that_was_kept_beside_the_weights_goes_along(one, tmp_path):
+    folder = tmp_path / "merged"
+    shutil.copytree(one, folder)
+    (folder / KEPT).write_text("a: 1\n")
+    assert (laid_out(folder, LAYOUTS["tp2"], tmp_path / "to") / KEPT).read_text() == "a: 1\n"
+
+
+def test_only_a_new_run_begins_with_weights_that_have_no_moments(one, tmp_path):
+    """What was printed as the way to go on with them was refused."""
+    (tmp_path / "merged").mkdir()
+    shutil.copy(next(one.glob("*-model-*")), tmp_path / "merged")
+    for folder, words in ((tmp_path / "merged", "--set checkpoint.load_path=to"), (one, "--resume to")):
+        planned = plan_stored(open_source(folder), load_recipe(LAYOUTS["tp2"]))
+        last = planned.lines(folder, Path("to"), Path("r.yaml"), dry_run=False)[-1]
+        assert last.endswith(f"with it: tc3 train r.yaml {words}")
 
 
 def test_the_samples_that_the_run_had_left_out_are_still_known(one, tmp_path):
@@ -226,8 +286,8 @@ def test_a_disk_that_fills_up_leaves_nothing(one, tmp_path, monkeypatch, after):
         flush(number)
 
     monkeypatch.setattr(tensor_files.os, "fsync", fsync)
-    with pytest.raises(DataError, match="No space left on device"):
-        laid_out(one, LAYOUTS["tp2"], tmp_path / "to")
+    with pytest.raises(DataError, match=f"^{tmp_path}/to/checkpoint/.*: .*No space left on device"):
+        laid_out(one, LAYOUTS["tp2"], tmp_path / "to")  # said of no hidden folder, which is gone
     assert list(tmp_path.iterdir()) == []
 
 
