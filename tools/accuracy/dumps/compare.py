@@ -59,7 +59,11 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
     """
     findings = [row for row in rows if row.kind]
     if not findings:
-        return "No tensor diverges."
+        unknown = sum(row.by == NOTHING for row in rows)
+        if unknown == len(rows):
+            return "No tensor could be judged."
+        but = f" of those that could be judged; {unknown} of {len(rows)} are unknown" if unknown else ""
+        return f"No tensor diverges{but}."
     start, step = (min(row.step for row in some) for some in (rows, findings))
     rows, findings = [row for row in rows if row.step == step], [row for row in findings if row.step == step]
     first = first_findings(findings)
@@ -236,9 +240,10 @@ class Report:
     def summary(self) -> str:
         """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error and row.by != NOTHING for row in self.rows)
+        unknown = sum(row.by == NOTHING and not row.kind for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
         text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
-        return text + (f": {kinds}" if kinds else "")
+        return text + (f": {kinds}" if kinds else "") + (f"; {unknown} unknown" if unknown else "")
 
     def notes(self) -> list[str]:
         """Return sentences about the limits of the comparison, for example that some tensors were judged only by
@@ -253,9 +258,12 @@ class Report:
                 f"{weak} tensors without values judged by max, min, mean and norm only: values that changed places or "
                 "cancel are not seen"
             )
-        if unseen := [row.name for row in self.rows if row.by == NOTHING and not row.kind]:
+        unseen = [row for row in self.rows if row.by == NOTHING and not row.kind]
+        if silent := [row.name for row in unseen if not row.detail]:
             words = "tensors have neither values nor statistics that say enough of them, so they are unknown"
-            found.append(f"{len(unseen)} {words}: {unseen[0]}")
+            found.append(f"{len(silent)} {words}: {silent[0]}")
+        if hidden := [row for row in unseen if row.detail]:
+            found.append(f"{len(hidden)} tensors are unknown: {hidden[0].name}: {hidden[0].detail}")
         found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:
