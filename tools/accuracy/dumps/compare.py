@@ -29,7 +29,20 @@ from typing import Any
 
 from plugins.errors import DataError
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
-from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, NOTHING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
+from tools.accuracy.dumps.rows import (
+    DTYPE,
+    EXTRA,
+    MISSING,
+    NAN,
+    NOTHING,
+    SHAPE,
+    UPDATE,
+    Pair,
+    Row,
+    Trained,
+    judged,
+    pairs,
+)
 from tools.accuracy.dumps.updates import Updates, judge_updates
 from tools.accuracy.judge import plain, systematic
 
@@ -58,12 +71,8 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
             are `weights`.
     """
     findings = [row for row in rows if row.kind]
-    if not findings:
-        unknown = sum(row.by == NOTHING for row in rows)
-        if unknown == len(rows):
-            return "No tensor could be judged."
-        but = f" of those that could be judged; {unknown} of {len(rows)} are unknown" if unknown else ""
-        return f"No tensor diverges{but}."
+    if all(row.kind == NAN and not row.error for row in findings):
+        return _agree(rows, findings)
     start, step = (min(row.step for row in some) for some in (rows, findings))
     rows, findings = [row for row in rows if row.step == step], [row for row in findings if row.step == step]
     first = first_findings(findings)
@@ -85,6 +94,18 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
         )
     assert weights is not None, "state without a forward finding follows nothing"
     return _moved(weights, rows)  # a kernel of the optimizer
+
+
+def _agree(rows: list[Row], findings: list[Row]) -> str:
+    """Return a sentence about dumps of which no tensor differs, and which have the same NaN if there are `findings`."""
+    unknown = sum(row.by == NOTHING for row in rows)
+    if unknown == len(rows):
+        return "No tensor could be judged."
+    how = " by max, min, mean and norm" if any(row.by == "statistics" for row in rows) else ""
+    how += f" of those that could be judged; {unknown} of {len(rows)} are unknown" if unknown else ""
+    if findings:
+        return f"Both dumps have NaN, first {findings[0].name}: look at what computes it. Nothing else diverges{how}."
+    return f"No tensor diverges{how}."
 
 
 def origin(row: Row) -> str:
@@ -240,9 +261,11 @@ class Report:
     def summary(self) -> str:
         """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error and row.by != NOTHING for row in self.rows)
+        how = " by statistics" if any(row.by == "statistics" for row in self.rows) else ""
         unknown = sum(row.by == NOTHING and not row.kind for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
-        text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
+        text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical{how}, "
+        text += f"{len(self.findings)} findings"
         return text + (f": {kinds}" if kinds else "") + (f"; {unknown} unknown" if unknown else "")
 
     def notes(self) -> list[str]:

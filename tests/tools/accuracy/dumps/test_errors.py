@@ -129,29 +129,6 @@ def test_what_a_mask_that_was_computed_hides_is_unknown(tmp_path):
     assert report.summary().endswith("0 findings; 1 unknown")
 
 
-@pytest.mark.parametrize(
-    "want",
-    [
-        np.array([1e6, 3e4, -2e4, 1.0], np.float32),  # not narrow
-        np.array([1e5, 1e5, 900.0], np.float32),  # no gap
-        np.array([8000.0, 8000.0, 1.0], np.float32),  # not huge
-        np.full(4, -1e30, np.float32),  # nothing else
-    ],
-)
-def test_not_every_large_value_is_a_fill(want):
-    assert judge.fills(judge.powers(want, want)) == (math.inf, math.inf)
-
-
-def test_a_mask_over_a_mask_is_taken_off_in_turn():
-    want = np.array([-1e30, -1e30, -1e4, -1e4, 0.5, 0.0], np.float32)
-    got = np.array([-1e30, -1e30, -1e4, -10001, 0.5, 0.0], np.float32)
-    assert judge.fills(judge.powers(want, want)) == (2.0**13, 2.0**13)
-    sure, maybe = judge.fills(judge.powers(got, want))
-    assert 1e29 < sure < 1e30 and maybe == 2.0**13
-    bare = np.array([0.0, 0.0, -1e4], np.float32)
-    assert judge.fills(judge.powers(bare, bare)) == (math.inf, 2.0**13), "zeros are no scale"
-
-
 @pytest.mark.parametrize(("largest", "kind"), [(3.0, ""), (3.0 * (1 + 2**-22), ""), (4.5, "value")])
 def test_statistics_of_masked_scores_say_only_the_largest(largest, kind):
     head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
