@@ -43,7 +43,7 @@ from tools.accuracy.dumps.rows import (
     judged,
     pairs,
 )
-from tools.accuracy.dumps.updates import Updates, judge_updates
+from tools.accuracy.dumps.updates import ONCE, Updates, judge_updates
 from tools.accuracy.judge import plain, systematic
 
 STRUCTURE = (MISSING, EXTRA, SHAPE)
@@ -101,7 +101,9 @@ def _agree(rows: list[Row], findings: list[Row]) -> str:
     unknown = sum(row.by == NOTHING for row in rows)
     if unknown == len(rows):
         return "No tensor could be judged."
-    how = " by max, min, mean and norm" if any(row.by == "statistics" for row in rows) else ""
+    weak = sum(row.by == "statistics" for row in rows)
+    how = " by max, min, mean and norm" if weak else ""
+    how = f" ({weak} of {len(rows)} are judged{how} only)" if 0 < weak < len(rows) - unknown else how
     how += f" of those that could be judged; {unknown} of {len(rows)} are unknown" if unknown else ""
     if findings:
         return f"Both dumps have NaN, first {findings[0].name}: look at what computes it. Nothing else diverges{how}."
@@ -261,7 +263,8 @@ class Report:
     def summary(self) -> str:
         """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error and row.by != NOTHING for row in self.rows)
-        how = " by statistics" if any(row.by == "statistics" for row in self.rows) else ""
+        weak = sum(not row.error and row.by == "statistics" for row in self.rows)
+        how = (" by statistics" if weak == exact else f" ({weak} by statistics)") if weak else ""
         unknown = sum(row.by == NOTHING and not row.kind for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
         text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical{how}, "
@@ -311,7 +314,7 @@ class Report:
             count = self.updates - judged.exact
             found.append(f"{count} updates of weights judged by how max, min, mean and norm moved: {least}")
         for reason, count in judged.unknown.items():
-            found.append(f"{count} updates of weights unknown: {reason}; --task tensor tells")
+            found.append(f"{count} updates of weights unknown: {reason}" + "; --task tensor tells" * (reason != ONCE))
         if not self.updates and not judged.unknown:
             found.append("updates not judged, so that the optimizer is not: that takes weights in two steps")
         return found
