@@ -163,6 +163,18 @@ def test_the_same_nan_on_both_sides_is_not_called_a_difference(tmp_path, task):
     assert "The initial loss is affected" in done[1].output
 
 
+def test_dumps_of_different_layouts_are_said_to_be_so(tmp_path):
+    """The reader was sent to the dataset's order, where two ranks read the same batch on one side only."""
+    folders = [write_dump(tmp_path / name, run(1), ranks=2) for name in ("tp2", "dp2", "bare")]
+    for folder, degrees in zip(
+        folders, ({"model_parallel": 2, "data_parallel": 1}, {"data_parallel": 2}), strict=False
+    ):
+        recipe = {"use_parallel": True, "parallel": {"parallel_mode": 1}, "parallel_config": degrees}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    said = [CliRunner().invoke(accuracy, ["compare", str(folders[0]), str(each)]).output for each in folders[1:]]
+    assert "different parallel layouts (GOLDEN tp2, BENCH dp2)" in said[0] and "layouts" not in said[1]
+
+
 def test_what_is_compared_with_itself_is_no_comparison(tmp_path):
     """Nothing differed, whatever the two runs were that the user meant."""
     write_dump(tmp_path / "a", run(1))

@@ -27,7 +27,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from plugins.errors import DataError
+from plugins.errors import DataError, TC3Error
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
 from tools.accuracy.dumps.rows import (
     DTYPE,
@@ -45,9 +45,12 @@ from tools.accuracy.dumps.rows import (
 )
 from tools.accuracy.dumps.updates import ONCE, Updates, judge_updates
 from tools.accuracy.judge import plain, systematic
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
 
 STRUCTURE = (MISSING, EXTRA, SHAPE)
 ROLES = ("input", "parameters", "output")  # of one call, in order of time
+RECIPE = "recipe.yaml"  # beside the steps: the recipe of the dumped run, as `tc3 accuracy dump` writes it
 WIDE = 0.01  # a tolerance that needs to be said
 BATCH = 64  # tensors that a thread takes at a time
 THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
@@ -239,6 +242,7 @@ class Report:
     rows: list[Row]
     judged: Updates = field(default_factory=Updates)  # the numbers of judged updates of weights, see `Updates`
     trained_known: bool = True  # whether the dumps show which parameters are trained by a gradient
+    layouts: str = ""  # the parallel layouts of both dumps, if their recipes give different ones
 
     @property
     def updates(self) -> int:
@@ -297,6 +301,11 @@ class Report:
                 f"Table 2 lets single values be off by up to {100 * widest:.2g} % where sums are long; what scales a "
                 f"whole tensor is found from {100 * systematic('bfloat16')[0]:.2g} % on, given some hundred values"
             )
+        if self.layouts:
+            found.append(
+                f"the dumps are of different parallel layouts ({self.layouts}), but are paired rank by rank, so that "
+                "differences may be intended; `tc3 accuracy equivalence` compares layouts"
+            )
         if not self.marked:
             found.append("a dump without tc3_dump.json does not say whether it is whole")
         return found
@@ -323,7 +332,8 @@ class Report:
         """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
         for its cause.
         """
-        return meaning(self.rows, self.trained_known)
+        said = meaning(self.rows, self.trained_known)
+        return f"The parallel layouts differ ({self.layouts}), which may be all. {said}" if self.layouts else said
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as values for JSON, without the rows of tensors that passed."""
@@ -383,7 +393,30 @@ def compare_dumps(
         raise DataError(
             f"{golden.folder} and {bench.folder} hold no tensor, so there is nothing to compare; make both dumps again"
         )
-    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
+    return Report(
+        str(golden.folder),
+        str(bench.folder),
+        golden.level,
+        golden.task,
+        sound,
+        kept,
+        updates,
+        trained.known,
+        _layouts(golden, bench),
+    )
+
+
+def _layouts(golden: Dump, bench: Dump) -> str:
+    """Return the parallel layouts of two dumps, "" if they are equal or a dump does not hold the recipe of its run."""
+    found = []
+    for dump in (golden, bench):
+        try:
+            view = View(load_recipe(dump.folder / RECIPE))
+            degrees = {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep}
+        except TC3Error:
+            return ""
+        found.append(" ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "one process")
+    return "" if found[0] == found[1] else f"GOLDEN {found[0]}, BENCH {found[1]}"
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:
