@@ -14,6 +14,7 @@ from typing import Any
 from plugins.errors import DataError
 from plugins.semi_auto_cpu.chosen import splits_model
 from tools.data.index import read_blend
+from tools.files.atomic import real_path
 from tools.process.waiting import saying
 from tools.recipe.diff import ABSENT, UNCLASSIFIED, Change, compare
 from tools.recipe.load import Recipe
@@ -100,7 +101,7 @@ def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mappin
     only if the rest of two corpora at different places is equal.
     """
     sums = [corpus_checksum(side) for side in (ours, theirs)]
-    places = [[Path(prefix).resolve() for prefix in _blend(side)[1]] for side in (ours, theirs)]
+    places = [[real_path(prefix) for prefix in _blend(side)[1]] for side in (ours, theirs)]
     if sums[0] == sums[1] and places[0] != places[1]:
         with saying("reading the tokens of both corpora"):
             sums = [(*told, tokens_checksum(side)) for told, side in zip(sums, (ours, theirs), strict=True)]
