@@ -120,9 +120,9 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     from tools.accuracy.dumps.render import print_report, write_files
 
     sides = open_dump(golden), open_dump(bench)
+    check_out(out, golden, bench)
     if real_path(golden) == real_path(bench):
         raise DataError(f"{bench}: GOLDEN and BENCH are the same dump, which equals itself; give the dumps of two runs")
-    check_out(out, golden, bench)
     with Progressing("comparing tensors") as progress:
 
         def tell(done: int, total: int) -> None:
