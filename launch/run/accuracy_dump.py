@@ -72,6 +72,7 @@ def run(job: Job) -> int:
     new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
+    write.claim(out)
     write.mark(out, False, **facts)
     dump_recipe(recipe, out / "recipe.yaml")
     outcome = _supervised(recipe, out, job)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from launch.resume.data import all_steps, most_steps
 from launch.run.effective import beside_steps
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
-from plugins.errors import DataError
-from tools.checkpoint.scan import iterations, newest_saved, scan_checkpoints
+from plugins.errors import CheckpointError, DataError
+from tools.checkpoint.scan import CheckpointInfo, iterations, newest_saved, scan_checkpoints
 from tools.files.figure import new_figure, save_figure
 from tools.recipe.load import Recipe
 from tools.recipe.override import apart
@@ -168,17 +170,15 @@ def summarize(
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), final_perplexity, final_held_out_step (the step of the last evaluation, which
     is not the last step where an evaluation was interrupted), held_out_corpora (name -> the same losses of each corpus
-    of a list), tokens_per_second, checkpoint, checkpoint_step, picture, next_command. Values that do not exist are
-    None, and so are losses that are not finite. `resume_command` gives the command that resumes, or that starts a new
-    run from a checkpoint's weights; it takes one more override and a number of steps. See also `_next_command`.
-    `checksums` says whether the newest checkpoint is read completely, to verify that it is complete.
+    of a list), tokens_per_second, checkpoint, checkpoint_step, checkpoint_error (why the newest checkpoint is unknown,
+    if a file cannot be read), picture, next_command. Values that do not exist are None, and so are losses that are not
+    finite. `resume_command` gives the command that resumes, or that starts a new run from a checkpoint's weights; it
+    takes one more override and a number of steps. See also `_next_command`. `checksums` says whether the newest
+    checkpoint is read completely, to verify that it is complete.
     """
     readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
     held_out = read_evaluations(run_dir)
-    saves = Path(recipe["checkpoint"]["save_path"])
-    if checksums:
-        say_reading(next(iter(iterations(saves)), None))
-    best = scan_checkpoints(saves)[0] if checksums else newest_saved(saves)
+    best, unread = _newest(Path(recipe["checkpoint"]["save_path"]), checksums)
     steps, points = sorted(readings.steps), [held_out[step] for step in sorted(held_out)]
     failure = outcome.failure
     if outcome.code:
@@ -205,9 +205,28 @@ def summarize(
         "tokens_per_second": readings.tokens_per_second(),
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
+        "checkpoint_error": unread,
         "picture": _drawn(readings.steps, run_dir / CURVE, held_out) if steps else None,
         "next_command": shlex.join(more) or None,
     }
+
+
+def _newest(saves: Path, checksums: bool) -> tuple[CheckpointInfo | None, str | None]:
+    """Return the newest complete checkpoint, and why it is unknown if a file of a checkpoint cannot be read; this is
+    printed, because how the run ended is still to be told.
+    """
+    try:
+        with suppress(FileNotFoundError):
+            os.listdir(saves)  # a search of a folder that cannot be read finds nothing, and raises no error
+        if checksums:
+            say_reading(next(iter(iterations(saves)), None))
+        return scan_checkpoints(saves)[0] if checksums else newest_saved(saves), None
+    except CheckpointError as error:
+        unread = str(error)
+    except OSError as error:
+        unread = f"{error.filename or saves}: this path cannot be read ({error.strerror})"
+    click.echo(f"tc3: {unread}", err=True)
+    return None, unread
 
 
 def _drawn(steps: Mapping[int, Mapping[str, Any]], path: Path, evaluations: Mapping[float, Evaluation]) -> str | None:
@@ -311,7 +330,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     rows += [("", f"{_fall(corpus)} ({name})") for name, corpus in summary["held_out_corpora"].items()]
     if summary["tokens_per_second"]:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s of all workers (median step)"))
-    rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
+    unread = "unknown, because a checkpoint cannot be read" if summary["checkpoint_error"] else "none was saved"
+    rows.append(("checkpoint", summary["checkpoint"] or unread))
     rows.append(
         ("loss curve", summary["picture"] or ("it could not be written" if summary["steps"] else "no step was made"))
     )
@@ -361,5 +381,7 @@ def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> N
     if summary["checkpoint"]:
         click.echo(f"Checkpoint of step {summary['checkpoint_step']}: {summary['checkpoint']}", err=True)
         click.echo(f"Go on with: {summary['next_command']}", err=True)
+    elif summary["checkpoint_error"]:
+        click.echo(f"Go on, as soon as the checkpoints can be read, with: {summary['next_command']}", err=True)
     elif failure and failure.stopped:
         click.echo(f"Start over with: {summary['next_command']}", err=True)

@@ -231,16 +231,18 @@ def adopt(root: Path) -> list[Path]:
     """Move complete checkpoints to the folder of finished checkpoints, if the attempt that saved them ended before it
     could move them; return the new paths.
 
-    The launch of a run calls this function between two attempts; several nodes may call it at once. A finished
-    checkpoint that is complete stays as it is. A checkpoint that a killed launch was about to set aside is renamed
-    back, and the next plan of an attempt judges it again. Finally the tracker file names the newest complete
-    checkpoint, even if a process died before it could write the tracker file.
+    The launch of a run calls this function between two attempts; several nodes may call it at once. A checkpoint counts
+    as complete if all its seals are there and its files have the sealed sizes; the contents are not read, and the plan
+    of the next attempt judges them by their checksums. A finished checkpoint that is complete stays as it is. A
+    checkpoint that a killed launch was about to set aside is renamed back, and the next plan judges it again. Finally
+    the tracker file names the newest checkpoint that is complete by the names of its files, even if a process died
+    before it could write the tracker file.
     """
     for folder in root.glob(f"{MOVING}*/iteration_*"):
         with contextlib.suppress(OSError):  # another one has its name meanwhile
             folder.rename(root / folder.name)
             folder.parent.rmdir()
-    whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _is_there(root, saved)]
+    whole = [saved for saved in reversed(unfinished(root)) if _has_all(saved) and not _is_there(root, saved)]
     adopted = [place for saved in whole if (place := publish(saved, root))]
     renew_tracker(root)
     return adopted
@@ -249,7 +251,17 @@ def adopt(root: Path) -> list[Path]:
 def _is_there(root: Path, saved: Path) -> bool:
     """Return whether a complete checkpoint with the step of `saved` exists, and holds the same state of the run."""
     place = root / saved.name
-    return _complete(place) and global_batch_of(place) == global_batch_of(saved)
+    return _has_all(place) and global_batch_of(place) == global_batch_of(saved)
+
+
+def _has_all(folder: Path) -> bool:
+    """Return whether a checkpoint is complete by its names, and all files have the sealed sizes; reading the seals of
+    all ranks takes long, and is done only for the few folders that are complete by their names.
+    """
+    try:
+        return _complete(folder) and fault(folder, checksums=False) is None
+    except CheckpointError:  # what cannot be read stays where it is
+        return False
 
 
 def renew_tracker(root: Path) -> None:

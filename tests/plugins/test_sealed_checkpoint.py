@@ -276,6 +276,17 @@ def test_a_save_that_its_attempt_could_not_put_in_its_place_is_not_lost(tmp_path
     assert plan.adopt(tmp_path) == [] and again.exists(), "what is whole stays"
 
 
+def test_a_checkpoint_with_a_truncated_file_is_neither_put_in_its_place_nor_kept_there(tmp_path):
+    """By the names of its files it was complete: it took the place of what a resume could have used, or kept it."""
+    name = "mini-model-0000001-0000002.safetensors"
+    (saved(tmp_path, 8) / name).write_text("")
+    whole = saved(tmp_path, 8, "0001-a")
+    cut = saved(tmp_path, 12, "0001-a")
+    (cut / name).write_text("")
+    assert plan.adopt(tmp_path) == [tmp_path / "iteration_00000008"] and not whole.exists() and cut.exists()
+    assert plan.fault(tmp_path / "iteration_00000008") is None and kept(tmp_path) == [8]
+
+
 def test_a_rank_that_refuses_says_why(checkpoint):
     plan.write_refusal(checkpoint, 1, "w is not finite")
     assert plan.fault(checkpoint) == "w is not finite"

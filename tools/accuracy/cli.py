@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from rich.console import Console
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import DataError, did_you_mean
 from tools.accuracy.align.cli import align
 from tools.accuracy.diagnose.cli import diagnose_command
 from tools.accuracy.dumps.read import LEVELS, TASKS
@@ -23,8 +23,8 @@ from tools.accuracy.dumps.write import Job
 from tools.accuracy.equivalence.cli import equivalence_command
 from tools.accuracy.fusion import fusion_command
 from tools.accuracy.judge import DEFAULT, NAMES
-from tools.accuracy.pages import check_out, check_page, page_option
-from tools.files.atomic import write_atomically
+from tools.accuracy.pages import check_out, check_page, keeping, page_option
+from tools.files.atomic import real_path, write_atomically
 from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.ranges import Number, jobs_option, overrides_option
@@ -121,6 +121,8 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
 
     sides = open_dump(golden), open_dump(bench)
     check_out(out, golden, bench)
+    if real_path(golden) == real_path(bench):
+        raise DataError(f"{bench}: GOLDEN and BENCH are the same dump, which equals itself; give the dumps of two runs")
     with Progressing("comparing tensors") as progress:
 
         def tell(done: int, total: int) -> None:
@@ -173,10 +175,8 @@ def collectives_command(
             )
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     made = tempfile.TemporaryDirectory(prefix="tc3-collectives-") if keep is None else nullcontext(keep.absolute())
-    with terminate_as_interrupt(), made as folder:
+    with keeping(keep, "tc3 accuracy collectives"), terminate_as_interrupt(), made as folder:
         click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
             verdict = collectives.compare_run(collectives.train(flat, Path(folder)), jobs)

@@ -15,6 +15,9 @@ terms that an element accumulates, and does not define this error. Here it is
 with the root mean square of the finite elements and the type's smallest normal number: relative to the element if it
 is large, to the scale of the tensor if the element nearly cancels to zero, and to the smallest normal number if all
 elements are denormal. The largest error of the tensor counts. Infinities and NaN must be where the baseline has them.
+
+Fills are left out of the root mean square: huge values, such as -10000 or -1e30, that a mask has put in place of the
+computed ones. Beside them an error of all other elements would vanish. `fills` says which values are fills.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ DEFAULT = ("float32", "float16", "bfloat16")
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "hfloat32": 2.0**-12}
 SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126, "hfloat32": 2.0**-126}
 LARGEST = {**dict.fromkeys(("float32", "hfloat32"), float(np.finfo(np.float32).max)), "float16": 65504.0}
+FILL, SPAN, GAP = 14, 3, 8  # in powers of two: the least fill, the width of a group of fills, and the gap below it
+_LEAST = -1100  # the power of two that stands for zero; float64 has none below -1074
 LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
@@ -124,6 +129,37 @@ class Verdict:
     detail: str
 
 
+def powers(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Return two rows of counts: how many finite values of `want` have each power of two (`fills` reads it), and how
+    many of these differ from `got`. Counts of several pieces of a tensor may be added up.
+    """
+    finite = np.isfinite(want)
+    values = np.abs(want[finite].astype(np.float64))
+    place = np.where(values > 0, np.frexp(values)[1], _LEAST) - _LEAST
+    return np.stack([np.bincount(each, minlength=2200) for each in (place, place[got[finite] != want[finite]])])
+
+
+def fills(counts: np.ndarray) -> tuple[float, float]:
+    """Return the magnitude from which on values are fills, and the magnitude from which on they may be fills; inf if
+    there are none. `counts` is the result of `powers`.
+
+    A group of huge values (8192 or more) lies within a factor of 8 and is at least 128 times as large as all smaller
+    values. They are fills if they are the same in both tensors: what was computed would differ by rounding. They may be
+    fills if some differ (a mask that was added to the scores), or if all other values are 0, which is no scale.
+    """
+    present, apart = np.flatnonzero(counts[0]) + _LEAST, np.flatnonzero(counts[1]) + _LEAST
+    sure = maybe = math.inf
+    while present.size and present[-1] >= FILL:
+        group = present[present > present[-1] - SPAN]
+        rest = present[: -group.size]
+        if not rest.size or group[0] - rest[-1] < GAP:
+            break
+        same = sure == maybe and rest[-1] > _LEAST and not ((apart >= group[0]) & (apart <= group[-1])).any()
+        maybe = 2.0 ** int(group[0] - 1)
+        sure, present = maybe if same else sure, rest
+    return sure, maybe
+
+
 def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
     """Return each element's error as float64; inf where the computed and the golden value differ and one of them is not
     finite.
@@ -132,7 +168,8 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | No
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
-    rms = np.sqrt(np.mean(np.square(want[finite]))) if finite.any() else 0.0
+    scaling = finite & (np.abs(want) < fills(powers(got, want))[0])
+    rms = np.sqrt(np.mean(np.square(want[scaling]))) if scaling.any() else 0.0
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(all="ignore"):
         apart = np.abs(got - want)

@@ -1,15 +1,18 @@
 """This module defines the option --html, and checks before a comparison that the output files can be written and do not
-replace files of another kind.
+replace files of another kind, or files of another command that is at work in the same folder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from plugins.errors import DataError
+from plugins.errors import DataError, RecipeError
 from tools.files.atomic import check_writable, real_path
+from tools.files.locks import LOCK, only_process_in
 from tools.files.page import BEGINS
 
 page_option = click.option(
@@ -46,3 +49,19 @@ def check_out(out: Path | None, *dumps: Path) -> None:
                 f"--out {out}: this folder lies in the dump {dump}, which must not change; choose another folder"
             )
     check_writable(out / "compare.json")
+
+
+@contextmanager
+def keeping(keep: Path | None, command: str) -> Iterator[None]:
+    """Hold the lock of the folder that --keep names, so that `command` cannot be started a second time in it.
+
+    Raises:
+        RecipeError: the folder is not empty. DataError: another start of the command is at work in it.
+    """
+    if keep is None:
+        yield
+        return
+    with only_process_in(keep, command, "--keep"):
+        if any(path.name != LOCK for path in keep.iterdir()):
+            raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
+        yield

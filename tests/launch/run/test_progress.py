@@ -14,8 +14,17 @@ from rich.console import Console
 from launch.agent.part import last_words
 from launch.run import summary as progress
 from launch.run.failure import Failure, worker_failure
-from launch.run.summary import TrainingProgress, complain, draw_loss_curve, print_summary, summarize, words_to_go_on
+from launch.run.summary import (
+    TrainingProgress,
+    complain,
+    draw_loss_curve,
+    print_failure,
+    print_summary,
+    summarize,
+    words_to_go_on,
+)
 from launch.run.supervise import Outcome
+from plugins.sealed_checkpoint import plan
 from tests.tools.runs.builders import append, empty, header, step
 from tools.recipe.load import Recipe
 from tools.runs.failures import UNKNOWN, diagnose
@@ -137,6 +146,42 @@ def test_a_loss_curve_that_cannot_be_written_hides_nothing(tmp_path, metrics, ca
     print_summary(summary)
     said = capsys.readouterr()
     assert "loss.png: this path cannot be written" in said.err and "it could not be written" in said.out
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_checkpoint_that_cannot_be_read_hides_nothing(tmp_path, metrics, monkeypatch, capsys, code):
+    """The user read only, with exit code 2, that a file cannot be read, and not how the run had ended."""
+    append(metrics, header(2), step(1), step(2))
+    folder = tmp_path / "checkpoint" / "iteration_00000002"
+    folder.mkdir(parents=True)
+    (folder / "mini-model-0000000-0000001.safetensors").touch()
+    plan.write_seal(folder, 0, world_size=1, step=2)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(plan, "checksum", refused)
+    recipe = Recipe({"checkpoint": {"save_path": str(folder.parent)}})
+    outcome = Outcome(code, Failure("worker 0 failed", tmp_path) if code else None)
+    summary = summarize(tmp_path, recipe, outcome, lambda *_: ["tc3", "train"])
+    assert (summary["exit_code"], summary["steps"], summary["checkpoint"]) == (code, 2, None)
+    assert summary["checkpoint_error"].endswith("this path cannot be read (Permission denied)")
+    if code:
+        print_failure(tmp_path, outcome, summary)
+    else:
+        print_summary(summary)
+    said = capsys.readouterr()
+    assert "mini-model-0000000-0000001.safetensors: this path cannot be read (Permission denied)" in said.err
+    assert ("worker 0 failed" in said.err) == bool(code)
+    assert ("unknown, because a checkpoint cannot be read" in said.out) != bool(code)
+    assert code == 0 or "Go on, as soon as the checkpoints can be read, with: tc3 train" in said.err
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(tmp_path, metrics, capsys):
+    (tmp_path / "checkpoint").touch()
+    recipe = Recipe({"checkpoint": {"save_path": str(tmp_path / "checkpoint")}})
+    summary = summarize(tmp_path, recipe, Outcome(0), lambda *_: ["tc3"])
+    assert summary["checkpoint_error"] == f"{tmp_path / 'checkpoint'}: this path cannot be read (Not a directory)"
 
 
 def test_each_held_out_corpus_has_a_line_in_the_loss_curve(tmp_path, metrics):

@@ -15,12 +15,14 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 
 from launch.cli import tc3
 from plugins.errors import DataError, RecipeError, TC3Error
+from tests.tools.accuracy.dumps.dump_writer import run, write_dump
 from tests.tools.check.mutations import at, plain
 from tools.accuracy import collectives
 from tools.accuracy.align import sides
@@ -28,7 +30,7 @@ from tools.accuracy.cli import _pairs, accuracy
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.runs import make_corpus
 from tools.accuracy.operators.report import SPECS
-from tools.accuracy.pages import check_page
+from tools.accuracy.pages import check_page, keeping
 
 # Found on CPU with MindSpore 2.9.0, seed 0: (operator, data type) -> phases
 KNOWN = {
@@ -144,6 +146,55 @@ def test_everything_on_this_cpu(tmp_path):
     assert done.returncode == 1 and found == KNOWN
     assert {row["op"] for row in content["rows"]} == set(SPECS)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_the_same_nan_on_both_sides_is_not_called_a_difference(tmp_path, task):
+    """The command said that the result of this call differs."""
+    golden, other = run(1), run(1)
+    for steps in (golden, other):
+        steps[0]["Cell.layers.0.linear.Dense.forward.0"]["output"][0][0] = np.float32("nan")
+    other[0]["Cell.layers.1.linear.Dense.forward.0"]["output"][0][0] += 1
+    folders = [
+        write_dump(tmp_path / name, each, task=task) for name, each in zip("abc", (golden, golden, other), strict=True)
+    ]
+    done = [CliRunner().invoke(accuracy, ["compare", str(folders[0]), str(each)]) for each in folders[1:]]
+    assert [each.exit_code for each in done] == [1, 1]
+    assert "Both dumps have NaN, first Cell.layers.0.linear.Dense.forward.0.output.0: look" in done[0].output
+    assert "The initial loss is affected" in done[1].output
+
+
+def test_dumps_of_different_layouts_are_said_to_be_so(tmp_path):
+    """The reader was sent to the dataset's order, where two ranks read the same batch on one side only."""
+    folders = [write_dump(tmp_path / name, run(1), ranks=2) for name in ("tp2", "dp2", "bare")]
+    for folder, degrees in zip(
+        folders, ({"model_parallel": 2, "data_parallel": 1}, {"data_parallel": 2}), strict=False
+    ):
+        recipe = {"use_parallel": True, "parallel": {"parallel_mode": 1}, "parallel_config": degrees}
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    said = [CliRunner().invoke(accuracy, ["compare", str(folders[0]), str(each)]).output for each in folders[1:]]
+    assert "different parallel layouts (GOLDEN tp2, BENCH dp2)" in said[0] and "layouts" not in said[1]
+
+
+def test_what_is_compared_with_itself_is_no_comparison(tmp_path):
+    """Nothing differed, whatever the two runs were that the user meant."""
+    write_dump(tmp_path / "a", run(1))
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for command, words in (("compare", "are the same dump"), ("diagnose", "are the same run")):
+        done = CliRunner().invoke(accuracy, [command, str(tmp_path / "a"), str(tmp_path / "b")])
+        assert isinstance(done.exception, DataError) and words in str(done.exception)
+
+
+@pytest.mark.parametrize("command", ["align", "collectives", "diagnose"])
+def test_two_commands_do_not_keep_their_runs_in_one_folder(tmp_path, command):
+    """Each found the folder empty, and both wrote into it; what one of them compared was the other's."""
+    recipe, keep = "recipes/mini/pretrain_pp2.yaml", tmp_path / "keep"
+    with keeping(keep, "the first"):
+        done = CliRunner().invoke(accuracy, [command, recipe, "--keep", str(keep)])
+    assert isinstance(done.exception, DataError) and "is at work in this folder" in str(done.exception)
+    (keep / "other").touch()
+    done = CliRunner().invoke(accuracy, [command, recipe, "--keep", str(keep)])
+    assert isinstance(done.exception, RecipeError) and "the folder is not empty" in str(done.exception)
 
 
 def test_a_list_of_no_strategies_is_not_all_of_them():

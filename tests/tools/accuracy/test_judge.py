@@ -1,5 +1,7 @@
 """Data types, tolerances by Table 2, and the judgement of a result by them."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,10 +14,12 @@ from tools.accuracy.judge import (
     SMALLEST,
     Verdict,
     errors,
+    fills,
     golden_dtype,
     judge,
     judge_special,
     lower_bound,
+    powers,
     promoted,
     round_bfloat16,
     rounded,
@@ -206,3 +210,26 @@ def test_the_lower_bound_keeps_the_gradient_of_a_quotient_finite():
     x = np.float16(lower_bound())
     assert float(x) == lower_bound()  # the same in all types
     assert 16 / float(x) ** 2 < np.finfo(np.float16).max
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        np.array([1e6, 3e4, -2e4, 1.0], np.float32),  # not narrow
+        np.array([1e5, 1e5, 900.0], np.float32),  # no gap
+        np.array([8000.0, 8000.0, 1.0], np.float32),  # not huge
+        np.full(4, -1e30, np.float32),  # nothing else
+    ],
+)
+def test_not_every_large_value_is_a_fill(want):
+    assert fills(powers(want, want)) == (math.inf, math.inf)
+
+
+def test_a_mask_over_a_mask_is_taken_off_in_turn():
+    want = np.array([-1e30, -1e30, -1e4, -1e4, 0.5, 0.0], np.float32)
+    got = np.array([-1e30, -1e30, -1e4, -10001, 0.5, 0.0], np.float32)
+    assert fills(powers(want, want)) == (2.0**13, 2.0**13)
+    sure, maybe = fills(powers(got, want))
+    assert 1e29 < sure < 1e30 and maybe == 2.0**13
+    bare = np.array([0.0, 0.0, -1e4], np.float32)
+    assert fills(powers(bare, bare)) == (math.inf, 2.0**13), "zeros are no scale"

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from plugins.errors import RecipeError
+from tools.accuracy.pages import keeping
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
@@ -80,10 +80,8 @@ def align(
     """
     from tools.accuracy.align.comparison import Wanted, compare_stages, print_comparison
 
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     require_verified()
-    with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
+    with keeping(keep, "tc3 accuracy align"), terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
         wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
         comparison = compare_stages(wanted, lambda text: click.echo(text, err=True))
         if comparison.broken:

@@ -14,6 +14,8 @@ from typing import Any
 from plugins.errors import DataError
 from plugins.semi_auto_cpu.chosen import splits_model
 from tools.data.index import read_blend
+from tools.files.atomic import real_path
+from tools.process.waiting import saying
 from tools.recipe.diff import ABSENT, UNCLASSIFIED, Change, compare
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, View, look
@@ -31,8 +33,8 @@ CLASSES = (
     (r"^model\.", "architecture"),
 )
 STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which `align` compares
-SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
-HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
+SUMS = ("document lengths", "tokenizers", "shares of the blend", "tokens")
+PIECE = 16 << 20  # bytes read at a time; a corpus may have terabytes
 _MEAN = ("parallel", "gradients_mean")
 _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config\.data_path")
 
@@ -95,8 +97,14 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Compare corpora by their content: two paths may hold one corpus, but one path must not hold two."""
+    """Compare corpora by their content: two paths may hold one corpus, but one path must not hold two. Tokens are read
+    only if the rest of two corpora at different places is equal.
+    """
     sums = [corpus_checksum(side) for side in (ours, theirs)]
+    places = [[real_path(prefix) for prefix in _blend(side)[1]] for side in (ours, theirs)]
+    if sums[0] == sums[1] and places[0] != places[1]:
+        with saying("reading the tokens of both corpora"):
+            sums = [(*told, tokens_checksum(side)) for told, side in zip(sums, (ours, theirs), strict=True)]
     if sums[0] == sums[1]:
         return [
             replace(setting, kind=MAY, meaning="another path to the same corpus")
@@ -106,7 +114,7 @@ def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mappin
         ]
     return settings + [
         Setting("train_dataset (content)", one, other, MUST, "data", f"{what} differ")
-        for what, one, other in zip(SUMS, *sums, strict=True)
+        for what, one, other in zip(SUMS, *sums, strict=False)
         if one != other
     ]
 
@@ -116,23 +124,33 @@ def has_corpus(recipe: Mapping[str, Any]) -> bool:
     return all(Path(f"{prefix}{end}").is_file() for prefix in _blend(recipe)[1] for end in (".idx", ".bin"))
 
 
-def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Return four texts that identify a Megatron corpus, over all its path prefixes: the CRC-32 of the index, of the
-    first 64 MiB of the tokens and of the tokenizer ("" without one), and the shares in which the prefixes are blended;
-    raise DataError if a file does not exist.
+def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return texts that identify a Megatron corpus apart from its tokens, over all its path prefixes: the CRC-32 of the
+    index and of the tokenizer ("" without one), and the shares in which the prefixes are blended; raise DataError if a
+    file does not exist.
 
-    With equal checksums, `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a later stage
-    compares the batches themselves.
+    With equal checksums and tokens, `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a
+    later stage compares the batches themselves.
     """
     weights, prefixes = _blend(recipe)
-    index = tokens = tokenizer = 0
+    index = tokenizer = 0
     for prefix in prefixes:
         index = _crc(Path(f"{prefix}.idx"), index)
-        tokens = _crc(Path(f"{prefix}.bin"), tokens)
+        _find(Path(f"{prefix}.bin"))
         beside = Path(f"{prefix}_tokenizer") / "tokenizer.json"
         tokenizer = _crc(beside, tokenizer) if beside.is_file() else tokenizer
     shares = " ".join(f"{weight / (sum(weights) or 1):.6f}" for weight in weights)
-    return f"{index:08x}", f"{tokens:08x}", f"{tokenizer:08x}" if tokenizer else "", shares
+    return f"{index:08x}", f"{tokenizer:08x}" if tokenizer else "", shares
+
+
+def tokens_checksum(recipe: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of all tokens of a Megatron corpus, over all its path prefixes; the files are read to their
+    ends, piece by piece.
+    """
+    tokens = 0
+    for prefix in _blend(recipe)[1]:
+        tokens = _crc(Path(f"{prefix}.bin"), tokens)
+    return f"{tokens:08x}"
 
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
@@ -149,11 +167,23 @@ def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
     return blend.weights or [], blend.prefixes
 
 
-def _crc(file: Path, start: int) -> int:
+def _find(file: Path) -> None:
     if not file.is_file():
         raise DataError(
             f"train_dataset.data_loader.config.data_path: {file} was not found; "
             "make the dataset with `tc3 data prepare --input stdlib --output output/data/stdlib`, or give --data"
         )
-    with file.open("rb") as stream:
-        return zlib.crc32(stream.read(HEAD), start)
+
+
+def _crc(file: Path, start: int) -> int:
+    _find(file)
+    try:
+        with file.open("rb") as stream:
+            while piece := stream.read(PIECE):
+                start = zlib.crc32(piece, start)
+    except OSError as error:
+        raise DataError(
+            f"train_dataset.data_loader.config.data_path: {file} cannot be read ({error.strerror}); give another "
+            "corpus by --data"
+        ) from None
+    return start

@@ -176,7 +176,8 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
     single step, computed from MindFormers' state, agrees, and most of the steps have no token at a tie.
     """
     rows = _single_steps(ours, theirs) if theirs.single else []
-    sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
+    routed = bool(rows) and theirs.single["choices"].any()
+    sound = routed and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
     for step in range(max(len(ours.curve["loss"]), len(theirs.curve["loss"]))):
         trio = _each((ours, theirs, floor), lambda side, at=slice(step, step + 1): side.curve["loss"][at])
         row = _between(f"loss of step {step + 1}", largest, trio, LOSS, "|difference|")
@@ -203,7 +204,8 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
         at, zero = slice(index, index + 1), np.zeros(1)
         moved, choices, tokens = (float(single[key][index]) for key in ("moved", "choices", "tokens"))
         ties = max(2.0, TIES * choices)
-        by_loss, by_update = rare * MOVED_LOSS * moved / tokens, rare * MOVED_UPDATE * float(np.sqrt(moved / choices))
+        share = moved / choices if choices else 0.0  # a model without routers makes none
+        by_loss, by_update = rare * MOVED_LOSS * moved / max(tokens, 1.0), rare * MOVED_UPDATE * float(np.sqrt(share))
         found = [
             Row("choices", moved, ties, "choices of an expert that moved"),
             Row("loss", largest(single["loss"][at], ours.curve["loss"][at]), LOSS / 10, "|difference|", excuse=by_loss),

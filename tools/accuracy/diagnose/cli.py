@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from plugins.errors import DataError, RecipeError
+from plugins.errors import DataError
+from tools.accuracy.pages import keeping
+from tools.files.atomic import real_path
 from tools.process import children
 from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
@@ -69,12 +71,13 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     from tools.accuracy.diagnose.evidence import read_side
 
     paths = [a] if b is None else [a, b]
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise RecipeError(f"--keep {keep}: the folder is not empty; name an empty or a new folder")
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: there is no such file or folder; give the folder of a run, or a recipe")
-    with terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
+    if b is not None and a.is_dir() and real_path(a) == real_path(b):
+        raise DataError(f"{b}: A and B are the same run, which equals itself; leave out B to check the laws of one run")
+    kept = keeping(None if all(path.is_dir() for path in paths) else keep, "tc3 accuracy diagnose")
+    with kept, terminate_as_interrupt(), tempfile.TemporaryDirectory(prefix="tc3-diagnose-") as folder:
         work = (keep or Path(folder)).absolute()
         runs = [path if path.is_dir() else _train(path, work / "AB"[place], steps) for place, path in enumerate(paths)]
         sides = [read_side(run) for run in runs]

@@ -27,14 +27,30 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from plugins.errors import DataError
+from plugins.errors import DataError, TC3Error
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
-from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, NOTHING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
-from tools.accuracy.dumps.updates import Updates, judge_updates
+from tools.accuracy.dumps.rows import (
+    DTYPE,
+    EXTRA,
+    MISSING,
+    NAN,
+    NOTHING,
+    SHAPE,
+    UPDATE,
+    Pair,
+    Row,
+    Trained,
+    judged,
+    pairs,
+)
+from tools.accuracy.dumps.updates import ONCE, Updates, judge_updates
 from tools.accuracy.judge import plain, systematic
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
 
 STRUCTURE = (MISSING, EXTRA, SHAPE)
 ROLES = ("input", "parameters", "output")  # of one call, in order of time
+RECIPE = "recipe.yaml"  # beside the steps: the recipe of the dumped run, as `tc3 accuracy dump` writes it
 WIDE = 0.01  # a tolerance that needs to be said
 BATCH = 64  # tensors that a thread takes at a time
 THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
@@ -58,8 +74,8 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
             are `weights`.
     """
     findings = [row for row in rows if row.kind]
-    if not findings:
-        return "No tensor diverges."
+    if all(row.kind == NAN and not row.error for row in findings):
+        return _agree(rows, findings)
     start, step = (min(row.step for row in some) for some in (rows, findings))
     rows, findings = [row for row in rows if row.step == step], [row for row in findings if row.step == step]
     first = first_findings(findings)
@@ -81,6 +97,20 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
         )
     assert weights is not None, "state without a forward finding follows nothing"
     return _moved(weights, rows)  # a kernel of the optimizer
+
+
+def _agree(rows: list[Row], findings: list[Row]) -> str:
+    """Return a sentence about dumps of which no tensor differs, and which have the same NaN if there are `findings`."""
+    unknown = sum(row.by == NOTHING for row in rows)
+    if unknown == len(rows):
+        return "No tensor could be judged."
+    weak = sum(row.by == "statistics" for row in rows)
+    how = " by max, min, mean and norm" if weak else ""
+    how = f" ({weak} of {len(rows)} are judged{how} only)" if 0 < weak < len(rows) - unknown else how
+    how += f" of those that could be judged; {unknown} of {len(rows)} are unknown" if unknown else ""
+    if findings:
+        return f"Both dumps have NaN, first {findings[0].name}: look at what computes it. Nothing else diverges{how}."
+    return f"No tensor diverges{how}."
 
 
 def origin(row: Row) -> str:
@@ -212,6 +242,7 @@ class Report:
     rows: list[Row]
     judged: Updates = field(default_factory=Updates)  # the numbers of judged updates of weights, see `Updates`
     trained_known: bool = True  # whether the dumps show which parameters are trained by a gradient
+    layouts: str = ""  # the parallel layouts of both dumps, if their recipes give different ones
 
     @property
     def updates(self) -> int:
@@ -236,9 +267,13 @@ class Report:
     def summary(self) -> str:
         """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error and row.by != NOTHING for row in self.rows)
+        weak = sum(not row.error and row.by == "statistics" for row in self.rows)
+        how = (" by statistics" if weak == exact else f" ({weak} by statistics)") if weak else ""
+        unknown = sum(row.by == NOTHING and not row.kind for row in self.rows)
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
-        text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
-        return text + (f": {kinds}" if kinds else "")
+        text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical{how}, "
+        text += f"{len(self.findings)} findings"
+        return text + (f": {kinds}" if kinds else "") + (f"; {unknown} unknown" if unknown else "")
 
     def notes(self) -> list[str]:
         """Return sentences about the limits of the comparison, for example that some tensors were judged only by
@@ -253,15 +288,23 @@ class Report:
                 f"{weak} tensors without values judged by max, min, mean and norm only: values that changed places or "
                 "cancel are not seen"
             )
-        if unseen := [row.name for row in self.rows if row.by == NOTHING and not row.kind]:
+        unseen = [row for row in self.rows if row.by == NOTHING and not row.kind]
+        if silent := [row.name for row in unseen if not row.detail]:
             words = "tensors have neither values nor statistics that say enough of them, so they are unknown"
-            found.append(f"{len(unseen)} {words}: {unseen[0]}")
+            found.append(f"{len(silent)} {words}: {silent[0]}")
+        if hidden := [row for row in unseen if row.detail]:
+            found.append(f"{len(hidden)} tensors are unknown: {hidden[0].name}: {hidden[0].detail}")
         found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:
             found.append(
                 f"Table 2 lets single values be off by up to {100 * widest:.2g} % where sums are long; what scales a "
                 f"whole tensor is found from {100 * systematic('bfloat16')[0]:.2g} % on, given some hundred values"
+            )
+        if self.layouts:
+            found.append(
+                f"the dumps are of different parallel layouts ({self.layouts}), but are paired rank by rank, so that "
+                "differences may be intended; `tc3 accuracy equivalence` compares layouts"
             )
         if not self.marked:
             found.append("a dump without tc3_dump.json does not say whether it is whole")
@@ -280,7 +323,7 @@ class Report:
             count = self.updates - judged.exact
             found.append(f"{count} updates of weights judged by how max, min, mean and norm moved: {least}")
         for reason, count in judged.unknown.items():
-            found.append(f"{count} updates of weights unknown: {reason}; --task tensor tells")
+            found.append(f"{count} updates of weights unknown: {reason}" + "; --task tensor tells" * (reason != ONCE))
         if not self.updates and not judged.unknown:
             found.append("updates not judged, so that the optimizer is not: that takes weights in two steps")
         return found
@@ -289,7 +332,8 @@ class Report:
         """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
         for its cause.
         """
-        return meaning(self.rows, self.trained_known)
+        said = meaning(self.rows, self.trained_known)
+        return f"The parallel layouts differ ({self.layouts}), which may be all. {said}" if self.layouts else said
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as values for JSON, without the rows of tensors that passed."""
@@ -349,7 +393,30 @@ def compare_dumps(
         raise DataError(
             f"{golden.folder} and {bench.folder} hold no tensor, so there is nothing to compare; make both dumps again"
         )
-    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
+    return Report(
+        str(golden.folder),
+        str(bench.folder),
+        golden.level,
+        golden.task,
+        sound,
+        kept,
+        updates,
+        trained.known,
+        _layouts(golden, bench),
+    )
+
+
+def _layouts(golden: Dump, bench: Dump) -> str:
+    """Return the parallel layouts of two dumps, "" if they are equal or a dump does not hold the recipe of its run."""
+    found = []
+    for dump in (golden, bench):
+        try:
+            view = View(load_recipe(dump.folder / RECIPE))
+            degrees = {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep}
+        except TC3Error:
+            return ""
+        found.append(" ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "one process")
+    return "" if found[0] == found[1] else f"GOLDEN {found[0]}, BENCH {found[1]}"
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:

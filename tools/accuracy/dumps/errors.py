@@ -6,7 +6,9 @@
 
 `judge.errors` is the slow reference. Here the mean square is summed in float32 within a chunk, so an error may differ
 by about 1e-5 of its value; tensors whose squares float32 cannot hold, and tensors with NaN or infinities, are computed
-in float64, as in the reference. Identical tensors, most of a rerun, are only compared bit by bit.
+in float64, as in the reference. Identical tensors, most of a rerun, are only compared bit by bit. Fills of a mask
+(`judge.fills`) count neither in the scale nor in the sums below. Values that only may be fills count, but if the others
+would fail without them, the result is unknown.
 
 **Second measure: a factor that the whole tensor has.** In 16 bits and at real widths Table 2 allows 7 to 20 % for each
 element, because errors of an accumulation add up. These have either sign and cancel over the tensor; a factor that all
@@ -52,8 +54,12 @@ import numpy as np
 
 from plugins.errors import DataError
 from tools.accuracy.dumps.read import Item, NpyFile, pieces
-from tools.accuracy.judge import systematic
+from tools.accuracy.judge import FILL, GAP, fills, powers, systematic
 
+FILLED = (
+    "values of {:.3g} and more, as of a mask that was added, hide how far the others are off, of which the worst is "
+    "{:.6g}, should be {:.6g}"
+)
 SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
 ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -70,17 +76,17 @@ class Scale:
     allowed: float
 
 
-def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
+def scaled(found: Measured, golden: Path, bench: Path, dtype: str) -> Scale | None:
     """Return the factor by which all values of one .npy file differ from those of the other file; return None if its
-    distance from 1 is within the tolerance. The files are read again only if the factor that follows from
-    `Measured.sums` is over the smallest tolerance.
+    distance from 1 is within the tolerance. The files are read again only if the factor that follows from the sums in
+    `found`, the result of `measure`, is over the smallest tolerance.
     """
     floor, sigmas = systematic(dtype)
-    error = distance(sums)
+    error = distance(found.sums)
     if not floor < error < math.inf:
         return None
-    allowed = floor + sigmas * deviation(golden, bench)
-    return Scale(1 + sums[1] / sums[0], error, allowed) if error > allowed else None
+    allowed = floor + sigmas * deviation(golden, bench, found.below)
+    return Scale(1 + found.sums[1] / found.sums[0], error, allowed) if error > allowed else None
 
 
 def distance(sums: tuple[float, float, float]) -> float:
@@ -94,16 +100,16 @@ def distance(sums: tuple[float, float, float]) -> float:
     return max(low, -high, 0.0)
 
 
-def deviation(golden: Path, bench: Path) -> float:
+def deviation(golden: Path, bench: Path, below: float = math.inf) -> float:
     """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two .npy files, where want holds the golden values and d the
-    differences; values that are not finite in both files are left out.
+    differences; values that are not finite in both files are left out, and so are fills, which reach `below`.
     """
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
             w = a.astype(np.float64)
             d = b.astype(np.float64) - w
-            usable = np.isfinite(d)
+            usable = np.isfinite(d) & (np.abs(w) < below)
             w = np.where(usable, w, 0.0)
             d = np.where(usable, d, 0.0) * w
             squares += float(np.dot(w, w))
@@ -124,6 +130,8 @@ class Measured:
     infinities: int = 0  # the number of infinities in `got` that are not in `want`
     # of want^2, want (got - want) and (got - want)^2 over the finite values; 0 for identical arrays and integers
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    below: float = math.inf  # the magnitude of the smallest fill; fills are not in `sums`
+    hidden: str = ""  # why the error of most values is unknown, if it is
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
@@ -137,30 +145,45 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
                 f"{list(want.shape)}, although the dump.json files give both the same shape; one dump is damaged, so "
                 "make both dumps again"
             )
-        identical, total = _first_look(want, got)
+        identical, total, most = _first_look(want, got)
         if (identical and np.isfinite(total)) or not want.size:
             return Measured()
         if want.dtype.kind != "f" or got.dtype.kind != "f":  # integers, booleans, complex: every difference counts
             return Measured() if identical else _worst(want, got, 0.0, lambda a, b: np.where(a != b, np.inf, 0.0))
         mean_square = total / max(want.size, 1)
-        if SQUARED <= mean_square < np.inf and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
+        sure, maybe = (math.inf, math.inf) if most < 4.0 ** (FILL - 1) else fills(_powers(want, got))
+        narrow = maybe == np.inf and max(want.dtype.itemsize, got.dtype.itemsize) <= 4
+        if narrow and SQUARED <= mean_square < np.inf:
             measured = _fast(want, got, tolerance, max(mean_square**0.5, smallest), total)
             if np.isfinite(measured.error):
                 return measured
-        return _slow(want, got, tolerance, smallest)
+        measured = _slow(want, got, tolerance, smallest, sure)
+        if maybe == sure or measured.error > tolerance:
+            return measured
+        own = _slow(want, got, tolerance, smallest, maybe)
+        hidden = FILLED.format(maybe, own.got, own.want) if own.error > tolerance else ""
+        clear = max((measured, own), key=lambda each: distance(each.sums))
+        return replace(measured, sums=clear.sums, below=clear.below, hidden=hidden)
 
 
-def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
-    """Return whether all bits agree, and the sum of squares of `want` (0 for integers)."""
-    identical, total = want.dtype == got.dtype, 0.0
+def _powers(want: NpyFile, got: NpyFile) -> np.ndarray:
+    """Return the result of `judge.powers` for two files."""
+    return sum((powers(b, a) for a, b in pieces(want, got)), np.zeros((2, 1), int))
+
+
+def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float, float]:
+    """Return whether all bits agree, and the sum of squares of `want` (0 for integers), of all pieces and of the piece
+    with the largest sum.
+    """
+    identical, sums = want.dtype == got.dtype, [0.0]
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
             word = np.uint64 if a.nbytes % 8 == 0 else np.uint8
             identical = identical and np.array_equal(a.view(word), b.view(word))
             if want.dtype.kind == "f":
                 wide = a if a.dtype.itemsize >= 4 else a.astype(np.float32)
-                total += float(np.dot(wide, wide))
-    return identical, total
+                sums.append(float(np.dot(wide, wide)))
+    return identical, sum(sums), float(np.max(sums))
 
 
 def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
@@ -194,32 +217,46 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: fl
     return replace(_worst(want, got, tolerance, error_of), sums=tuple(sums.tolist()))
 
 
-def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
-    """Return the result of `judge.errors`, computed in float64."""
+def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float, below: float) -> Measured:
+    """Return the result of `judge.errors`, computed in float64, of the values whose magnitude in `want` is smaller than
+    `below`, and of those that are not finite.
+    """
     squares, count = 0.0, 0
     for (a,) in pieces(want):
-        finite = a[np.isfinite(a)].astype(np.float64)
+        finite = a[np.isfinite(a) & (np.abs(a) < below)].astype(np.float64)
         squares, count = squares + float(np.dot(finite, finite)), count + len(finite)
     scale = max((squares / max(count, 1)) ** 0.5, smallest)
     sums, odd = np.zeros(3), np.zeros(2, int)
 
     def error_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         a, b = a.astype(np.float64), b.astype(np.float64)
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        filled = np.isfinite(a) & (np.abs(a) >= below)
+        same = (a == b) | (np.isnan(a) & np.isnan(b)) | filled
         error = np.abs(b - a) / np.maximum(np.abs(a), scale)
-        usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
+        usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error) & ~filled
         w, d = a[usable], b[usable] - a[usable]
         sums[:] += np.dot(w, w), np.dot(w, d), np.dot(d, d)
         odd[:] += np.isnan(b).sum(), (np.isinf(b) & ~same).sum()
         return np.where(same, 0.0, np.where(usable, error, np.inf))
 
     found, (nans, infinities) = _worst(want, got, tolerance, error_of), odd.tolist()
-    return replace(found, nans=nans, infinities=infinities, sums=tuple(sums.tolist()))
+    return replace(found, nans=nans, infinities=infinities, sums=tuple(sums.tolist()), below=below)
+
+
+def is_masked(item: Item) -> bool:
+    """Return whether the statistics of a tensor show that a mask has filled it with huge values (`judge.fills`), beside
+    which mean and norm do not show the others: its smallest value is far below 0, and its largest is not as far from 0.
+    """
+    if not item.dtype.startswith(("float", "bfloat")) or None in item.statistics[:2] or len(item.statistics) < 2:
+        return False
+    largest, smallest = (float(x) for x in item.statistics[:2])  # type: ignore[arg-type]
+    return smallest <= -(2.0 ** (FILL - 1)) and abs(largest) * 2.0 ** (GAP - 1) < -smallest
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     """Return the largest relative difference between the dumped statistics (max, min, mean, L2 norm) of a tensor; inf
-    if a statistic differs and is not finite. Statistics that are equal and not finite are left out.
+    if a statistic differs and is not finite. Statistics that are equal and not finite are left out. The error of the
+    largest value of a masked tensor is relative to this value.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
@@ -235,7 +272,8 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
         return math.inf
     norm = numbers[3][0] if finite[3] else 0.0
     rms = max(norm / math.sqrt(max(math.prod(golden.shape), 1)), smallest)
-    scales = (max(abs(numbers[0][0]), rms), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
+    above = smallest if is_masked(golden) and numbers[0][0] else rms
+    scales = (max(abs(numbers[0][0]), above), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
     return max((abs(a - b) / s for (a, b), s, known in zip(numbers, scales, finite, strict=True) if known), default=0.0)
 
 

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tools.accuracy.dumps.errors import Measured, measure, scaled, scaled_norm, statistics_error
+from tools.accuracy.dumps.errors import Measured, is_masked, measure, scaled, scaled_norm, statistics_error
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, GRADIENT, KIND, STATE, WEIGHTS, Entry, Item
 from tools.accuracy.judge import SMALLEST, tolerance
 
@@ -300,13 +300,14 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         return Row(**fixed, error=math.inf, kind=SHAPE, detail=detail)
     if golden.file and bench.file:
         found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
-        scale = scaled(found.sums, golden.file, bench.file, dtype)
+        scale = scaled(found, golden.file, bench.file, dtype)
     else:
         told = _is_told(golden) or _is_told(bench) or not math.prod(golden.shape)
         found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics" if told else NOTHING
         scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
     kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
-    detail = _detail(found, bench.shape, golden, bench) if kind else ""
+    detail = _detail(found, bench.shape, golden, bench) if kind else found.hidden
+    by = NOTHING if detail and not kind else by
     if scale and kind == VALUE:
         detail += f"; all of it scaled by {scale.factor:.6g}"
     if scale and not kind:
@@ -327,10 +328,11 @@ def _is_wider(one: str, other: str) -> bool:
 
 def _is_told(item: Item) -> bool:
     """Return whether the statistics of a tensor say something of all its values. The mean and norm of values with an
-    infinity do not, nor do max and min of a boolean mask with both values.
+    infinity or with fills of a mask do not, nor do max and min of a boolean mask with both values.
     """
     known = [each for each in item.statistics if each is not None]
-    return bool(known) and known != [True, False] and not (isinstance(known[-1], float) and math.isinf(known[-1]))
+    endless = bool(known) and isinstance(known[-1], float) and math.isinf(known[-1])
+    return bool(known) and known != [True, False] and not endless and not is_masked(item)
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:

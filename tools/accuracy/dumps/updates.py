@@ -71,6 +71,7 @@ MOST = 0.7  # share of an error along the weight from which it is called weight 
 STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
 DECAY = "weight decay"
 WRONG = "the weight itself differs"
+ONCE = "the dumps show the weight in one step only"
 TURNED = 6  # elements whose step noise of the gradient may have turned round, beyond those that the mean allows
 RATE = "learning rate, or what else makes a whole update longer"
 
@@ -192,7 +193,8 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
     the numbers of judged updates.
     """
     rows, updates = list(rows), Updates()
-    steps = _steps(pairs, rows)
+    steps, once = _steps(pairs, rows)
+    updates.unknown += Counter({ONCE: once} if steps and once else {})
     sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
     for one, two, _ in steps:
         before, after = pairs[one], pairs[two]
@@ -210,8 +212,10 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
     return rows, updates
 
 
-def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[tuple[int, int, float]]:
-    """Return for every trained weight in two steps the indices of its rows, and the error of the gradients between."""
+def _steps(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[tuple[int, int, float]], int]:
+    """Return for every trained weight in two steps the indices of its rows, and the error of the gradients between; and
+    the number of trained weights that are in one step only.
+    """
     gradients: dict[tuple, float] = {}  # the largest error so far
     backward: dict[int, float] = {}  # the same of a rank's backward pass
     last: dict[tuple, int] = {}  # where the same weight was seen before
@@ -220,7 +224,7 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[tuple[int, int, fl
         entry, item = pair.sides
         if row is None or item is None or pair.golden is None or pair.bench is None:
             continue
-        key = (row.rank, entry.name.path, item.parameter)
+        key = _key(pair, row)
         if row.phase == BACKWARD:
             backward[row.rank] = max(backward.get(row.rank, 0.0), row.error)
         if item.role == "gradient":
@@ -229,7 +233,14 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[tuple[int, int, fl
             if key in last:
                 found.append((last[key], index, gradients.get(key, backward.get(row.rank, 0.0))))
             last[key] = index
-    return found
+    return found, len(last.keys() - {_key(pairs[one], rows[one]) for one, _, _ in found})
+
+
+def _key(pair: Pair, row: Row | None) -> tuple[int, str, str]:
+    """Return what names a parameter: its rank, its cell and its name in this cell."""
+    entry, item = pair.sides
+    assert row is not None and item is not None
+    return row.rank, entry.name.path, item.parameter
 
 
 def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, Item]]:

@@ -39,6 +39,14 @@ def mark(folder: Path, complete: bool, **facts: Any) -> None:
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
+def claim(folder: Path) -> None:
+    """Make an empty `tc3_dump.json` in the folder of a new dump; raise DataError if another dump has made it first."""
+    try:
+        (folder / MARKER).open("x").close()
+    except FileExistsError:
+        raise DataError(f"--out {folder}: another dump is being written into this folder; choose another one") from None
+
+
 def stated(folder: Path) -> dict[str, Any] | None:
     """Return the content of a dump's `tc3_dump.json`, or None if msprobe made the dump without `tc3 accuracy dump`.
     Raise DataError if `tc3_dump.json` is damaged.

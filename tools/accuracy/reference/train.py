@@ -92,7 +92,7 @@ class Reference:
             parts["mtp_loss"] = parts["mtp_loss"] + self.sizes.mtp_factor / len(self.mtp) * loss
         batch_size = len(ids)
         balance = [self._balance(scores, chosen, batch_size) for scores, chosen, _ in self.routed.values()]
-        parts["aux_loss"] = torch.stack(balance).sum()
+        parts["aux_loss"] = sum(balance, torch.zeros(()))  # of no router, if all layers are dense
         return {"loss": parts["lm_loss"] + parts["mtp_loss"] + parts["aux_loss"], **parts, "logits": logits}
 
     def _balance(self, scores: torch.Tensor, chosen: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -250,7 +250,8 @@ def single_steps(
         got = {name: array(value) for name, value in model.state_dict().items()}
         out["loss"].append(losses["loss"])
         out["update"].append(_relative_step(got, before, after))
-        out["bias"].append(max(float(np.abs(got[name] - after[name]).max()) for name in got if name.endswith(BIAS)))
+        biases = [name for name in got if name.endswith(BIAS)]
+        out["bias"].append(max((float(np.abs(got[name] - after[name]).max()) for name in biases), default=0.0))
         moved, choices = _moved(reference, loads[index])
         out["moved"].append(moved)
         out["choices"].append(choices)

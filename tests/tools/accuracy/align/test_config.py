@@ -67,6 +67,21 @@ def test_a_corpus_goes_by_its_content(corpora):
     assert any(path.startswith("train_dataset.data_loader.config.data_path") for path in other)
 
 
+def test_a_corpus_is_compared_to_its_last_token(corpora, monkeypatch):
+    """Two corpora were the same if their first 64 MiB were; a corpus at one place is not read at all."""
+    read = []
+    crc = align_config._crc
+    monkeypatch.setattr(align_config, "PIECE", 1000)
+    monkeypatch.setattr(align_config, "_crc", lambda file, start: (read.append(file.suffix), crc(file, start))[1])
+    assert differences(corpora) == {} and ".bin" not in read
+    tokens = Path(corpora["same"] + ".bin")
+    content = tokens.read_bytes()
+    assert len(content) > 2000
+    tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    found = differences(corpora, data="same")["train_dataset (content)"]
+    assert (found.kind, found.meaning) == ("must match", "tokens differ") and read.count(".bin") == 2
+
+
 def blended(corpora, shares):
     words = [word for pair in zip(shares, ("one", "other"), strict=True) for word in (pair[0], corpora[pair[1]])]
     return apply_overrides(load(MINI, (), None, 4), [f"train_dataset.data_loader.config.data_path={json.dumps(words)}"])

@@ -291,6 +291,16 @@ def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
     assert compared(ours, theirs).stages[-1].status == status
 
 
+def test_a_model_without_routers_has_no_ties():
+    """It was divided by the number of choices, 0; and no tie explains that its losses part."""
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    theirs.single = single(ours, choices=np.zeros(4))
+    assert compared(ours, theirs).stages[-1].status == "passed"
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
+    theirs.single = single(ours, choices=np.zeros(4))
+    assert failed(compared(ours, theirs))[1].startswith("loss of step 4 is the first to differ")
+
+
 def test_a_moved_choice_excuses_no_curve_that_is_far_off():
     ours = cases.record(MODEL)
     theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 6.0]))

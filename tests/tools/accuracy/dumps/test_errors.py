@@ -83,6 +83,61 @@ def test_values_whose_squares_float32_cannot_hold(folder, size):
     assert found.error == pytest.approx(float(judge.errors(got, want, TINY).max()), rel=1e-4)
 
 
+FILLS = [-1e30, float(np.finfo(np.float32).min), -1e9, -1e4, 1e30]
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("added", [False, True])
+def test_fills_of_a_mask_hide_no_error_of_the_other_values(folder, monkeypatch, fill, dtype, added):
+    """An error of 1 in scores of size 1 passed, because the root mean square was that of the mask."""
+    monkeypatch.setattr(read, "CHUNK", 100)
+    rng = np.random.default_rng(0)
+    scores, mask = rng.normal(size=(40, 40)).astype(np.float32), np.triu(np.ones((40, 40), bool), 1)
+    allowed = tolerance(dtype, 2000)
+
+    def masked(values):
+        values = values + np.float32(fill) * mask if added else np.where(mask, np.float32(fill), values)
+        return rounded(values.astype(np.float32), dtype)
+
+    wrong = scores.copy()
+    wrong[5, 2] += 1
+    want, near, far = masked(scores), masked(scores * np.float32(1 + 1e-6)), masked(wrong)
+    alone = [judge.errors(got[~mask], want[~mask], TINY).max() for got in (near, far)]  # the oracle: only the scores
+    found_ = [measure(*files(folder, want, got), allowed, TINY) for got in (near, far)]
+    assert [each.error for each in found_] == pytest.approx(alone, rel=1e-3) and alone[0] <= allowed < alone[1]
+    assert [each.hidden for each in found_] == ["", ""]
+    assert float(judge.errors(far, want, TINY).max()) == pytest.approx(alone[1])
+    scale = found(folder, masked(scores), masked(scores * np.float32(1.02)), dtype)
+    assert scale is not None and scale.factor == pytest.approx(1.02, abs=2e-3)
+
+
+def test_what_a_mask_that_was_computed_hides_is_unknown(tmp_path):
+    """Where the scores below the mask differ, the masked values do, too, and may be the scale of the others."""
+    rng = np.random.default_rng(0)
+    scores, mask = rng.normal(size=(40, 40)).astype(np.float32), np.triu(np.ones((40, 40), bool), 1)
+    noise = rng.normal(0, 0.01, (40, 40)).astype(np.float32)
+    given = np.ones(3, np.float32)
+    sides = [
+        open_dump(write_dump(tmp_path / name, [layer("a", "Mask", given, values + np.float32(-1e4) * mask)]))
+        for name, values in (("golden", scores), ("bench", scores + noise))
+    ]
+    report = compare_dumps(*sides)
+    assert not report.findings and report.meaning() == (
+        "No tensor diverges of those that could be judged; 1 of 2 are unknown."
+    )
+    assert any("values of 8.19e+03 and more, as of a mask" in note for note in report.notes())
+    assert report.summary().endswith("0 findings; 1 unknown")
+
+
+@pytest.mark.parametrize(("largest", "kind"), [(3.0, ""), (3.0 * (1 + 2**-22), ""), (4.5, "value")])
+def test_statistics_of_masked_scores_say_only_the_largest(largest, kind):
+    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
+    sides = [Item("output.0", "output", "float32", (8,), (top, -1e30, -5e29, 2e30)) for top in (3.0, largest)]
+    row = _tensors(head, *sides, 1, False)
+    assert (row.kind, row.by) == (kind, NOTHING)
+
+
 def test_many_chunks(folder, monkeypatch):
     """The worst value is found in whatever chunk it is, and the scale is that of the whole tensor."""
     monkeypatch.setattr(read, "CHUNK", 100)
@@ -128,7 +183,7 @@ def found(folder, want, got, dtype):
     files = folder / "want.npy", folder / "got.npy"
     for file, values in zip(files, (want, got), strict=True):
         np.save(file, values)
-    return scaled(measure(*files, 0.2, 1e-30).sums, *files, dtype)
+    return scaled(measure(*files, 0.2, 1e-30), *files, dtype)
 
 
 def reference(want, got):

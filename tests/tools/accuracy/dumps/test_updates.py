@@ -12,7 +12,7 @@ from tests.tools.accuracy.dumps.dump_writer import write_dump, write_kernels
 from tools.accuracy.dumps import read
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import Item, open_dump
-from tools.accuracy.dumps.updates import HIDDEN, NOISE, NONE, judge_statistics, measure_update
+from tools.accuracy.dumps.updates import HIDDEN, NOISE, NONE, ONCE, judge_statistics, measure_update
 
 CELL = "Cell.net.layers.0.fc.Dense"
 RATE, DECAY = 2e-4, 0.1
@@ -209,6 +209,16 @@ def test_a_comparison_says_when_it_judged_no_update(tmp_path, task):
     report = compared(tmp_path, golden, bench, task=task)
     assert report.passed and report.updates == 0
     assert any(note.startswith("updates not judged") for note in report.notes())
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_a_weight_that_the_dumps_show_once_has_an_unknown_update(tmp_path, task):
+    """A comparison spoke only of the updates that it judged."""
+    steps = trained(0, (8, 8), 0)
+    other = {key.replace("fc", "other"): value for key, value in steps[0].items()}
+    report = compared(tmp_path, [{**steps[0], **other}, *steps[1:]], [{**steps[0], **other}, *steps[1:]], task=task)
+    assert report.passed and report.judged.unknown == {ONCE: 1}
+    assert f"1 updates of weights unknown: {ONCE}" in report.notes()
 
 
 def test_weights_of_one_side_only_are_refused(tmp_path):

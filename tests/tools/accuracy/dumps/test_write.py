@@ -35,6 +35,15 @@ def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
     assert Job(**json.loads(job)) == Job("recipe.yaml", str(tmp_path), True, 2, "mix", "statistics", ["seed=1"])
 
 
+def test_two_dumps_do_not_share_a_new_folder(tmp_path):
+    """Both had found it empty before their recipes were checked, and wrote into each other's dump."""
+    write.claim(tmp_path)
+    with pytest.raises(DataError, match="another dump is being written into this folder"):
+        write.claim(tmp_path)
+    with pytest.raises(DataError, match="does not say whether the dump is complete"):
+        write.stated(tmp_path)
+
+
 def test_a_dump_wants_a_new_folder(tmp_path):
     accuracy_dump.check_folder(tmp_path / "new")
     (tmp_path / "file").touch()

@@ -46,6 +46,7 @@ def compared(ours, theirs, floor=None):
         cases.sizes(n_group=4, topk_group=2, n_shared_experts=2),
         cases.sizes(rope_scaling=cases.YARN),
         cases.sizes(norm_topk_prob=False, first_k_dense_replace=0),
+        cases.sizes(mtp=0, first_k_dense_replace=2),  # no router
     ],
 )
 def test_hugging_face_is_the_forward_pass_in_numpy(model):
