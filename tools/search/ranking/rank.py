@@ -91,15 +91,16 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the predicted step time and peak memory of a candidate strategy; return None if the candidate is not
-        legal or does not fit into memory.
+        """Return the predicted step time and peak memory of a candidate strategy, also of one in `near`; return None if
+        the candidate is not legal or does not fit into memory.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)
                 index = [i for i in map(int, own) if self.at(i).candidate == candidate] if len(own) else []
-                return self.at(index[0]) if index else None
-        return None
+                if index:
+                    return self.at(index[0])
+        return self.near.find(candidate) if self.near else None
 
     def fastest(self) -> Iterator[Ranked]:
         """Yield the candidate strategies, the fastest first; equally fast candidates are sorted by memory."""

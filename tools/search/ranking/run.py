@@ -340,7 +340,7 @@ class _Placing:
         planned = [one for one in short if one.candidate.recompute == PLANNED]
         mesh = candidate_of(found.request.base)._replace(recompute=PLANNED)
         own = None if found.request.changed else found.ranking.find(mesh)
-        planned += [own] if own and planned and own not in planned else []
+        planned += [own] if own and own not in planned else []
         try:
             with terminate_as_interrupt(), working(self.at_once) as results:
                 if planned or found.ranking.near:

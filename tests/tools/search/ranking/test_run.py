@@ -58,6 +58,9 @@ def test_neither_more_memory_nor_a_wider_choice_makes_the_answer_slower():
     steps = [searched(one, 0.2).entries[0].seconds for one in (*rooms, wider)]
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(steps[:-1]))
     assert steps[-1] <= steps[1] * (1 + 1e-6)
+    own = replace(asked.base, pp=4, layers=((1, 2, 2, 1),), micro_batches=8)
+    found = searched(replace(rooms[1], base=own), 0.2)
+    assert found.own_mesh and found.own_mesh.seconds == found.entries[0].seconds, "its balanced layers do not fit"
 
 
 @pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15), ("wide", 0.9)])
