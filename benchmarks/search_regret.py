@@ -85,7 +85,7 @@ def problem(
         if least is None:
             continue
         asked = replace(asked, cap=ROOMS[(number + number // len(ROOMS)) % len(ROOMS)] * least.peak)
-        if len(Chances(rank(asked), np.inf).open) >= fit:
+        if len(Chances(replace(rank(asked), near=None), np.inf).open) >= fit:
             return asked
 
 

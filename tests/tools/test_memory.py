@@ -59,6 +59,16 @@ def test_experts_are_shared_by_ranks_that_mindformers_lets_share_them():
     assert "model_parallel doubled" in said and "context_parallel" not in said and "expert_parallel" not in said
 
 
+def test_advice_cuts_no_key_value_heads_that_check_refuses_to_cut():
+    """Sixteen ranks divide the 48 heads of the model, but not its 8 key-value heads."""
+    sets = [f"parallel_config.{key}" for key in ("data_parallel=2", "model_parallel=8")]
+    recipe = apply_overrides(load_recipe("recipes/telechat3_36b/pretrain_8k.yaml"), sets)
+    refused = apply_overrides(recipe, ["parallel_config.data_parallel=1", "parallel_config.model_parallel=16"])
+    assert any("8 key-value heads cannot be divided over 16" in str(one) for one in check_recipe(refused).errors)
+    said = checked_advice(recipe, 10 * GIB)
+    assert "context_parallel doubled" in said and "model_parallel" not in said
+
+
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
     """Compiled by `tc3 dryrun --quick`, 120.6 to 139.3 GiB at ep 1 and 35.7 to 43.4 at ep 8; the limit is 58."""
     recipe = public_48()

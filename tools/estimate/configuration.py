@@ -407,6 +407,18 @@ def parts_of(option: str) -> tuple[str, ...]:
     return () if option == "none" else tuple(option.split("+"))
 
 
+def tensor_cuts(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a model that the degree of tensor parallelism must divide, each group of sizes under the
+    words for a degree that does not.
+    """
+    widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)
+    return {
+        "does not divide the heads": (model.heads,),
+        "does not divide the key-value heads": () if model.latent else (model.kv_heads,),
+        "does not divide vocabulary, hidden size or an MLP's width": widths,
+    }
+
+
 def weight_cut(weight: Weight, config: Configuration) -> int:
     """Return the number of ranks over which tensor and expert parallelism cut a weight, before the optimizer shards
     it.

@@ -22,6 +22,7 @@ from plugins.expert_balance.record import Record
 from plugins.expert_balance.replay import replay
 from plugins.expert_balance.settings import KEY, Settings
 from plugins.expert_balance.settings import read as read_settings
+from plugins.hierarchical_ep.topology import degrees_of
 from tools.estimate.configuration import Configuration, weight_cut, weight_shards
 from tools.estimate.loads import EVEN, Counted, Loads, loads_of, moe_layers, of_ratios
 from tools.estimate.memory.training_graph import EXPERTS, module_of_weight
@@ -69,7 +70,7 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
         Change("even loads", even, 1.0, "the best that loads can be"),
         _moved(times, own, loads, advice),
         *_capped(times, own, loads),
-        *_degrees(times, own, loads, asked),
+        *_degrees(times, own, loads, asked, advice.hardware.devices_per_node),
         *_few_nodes(times, own, loads, advice.topology.nodes),
     ]
 
@@ -158,12 +159,10 @@ def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Chan
         yield Change(name, step_under(times, own, capped).total, capped.typical, note)
 
 
-def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str) -> Iterator[Change]:
-    """Yield the changes to half and to twice as many devices that share experts."""
-    for degree in (own.ep // 2, 2 * own.ep):
-        legal = degree > 1 and own.model.experts % degree == 0 and own.dp * own.tp % degree == 0
-        if not legal:
-            continue
+def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str, node: int) -> Iterator[Change]:
+    """Yield the changes to half and to twice as many devices that share experts, where the command accepts them."""
+    able = degrees_of(node, own.model.experts, own.dp * own.tp)
+    for degree in (one for one in (own.ep // 2, 2 * own.ep) if one in able):
         name = f"expert_parallel: {degree}"
         if loads.shares.shape[-1] == 1:
             yield Change(name, None, None, "unknown: one max/mean says nothing of another degree")

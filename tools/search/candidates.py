@@ -32,7 +32,7 @@ from plugins.hierarchical_ep.plan import MODES
 from tools.check.arithmetic import without_copies
 from tools.check.groups import SIZES, splits_over
 from tools.check.muon import left_whole
-from tools.estimate.configuration import Configuration, Table
+from tools.estimate.configuration import Configuration, Table, tensor_cuts
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
 from tools.model import Model, Weight
@@ -357,10 +357,8 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
     dp, tp, pp, cp = mesh
     size = request.base.shard_size
     yield f"devices: MindSpore splits a model over {SIZES} only", splits_over(request.devices)
-    yield "tp: does not divide the heads", model.heads % tp == 0
-    yield "tp: does not divide the key-value heads", bool(model.latent) or model.kv_heads % tp == 0
-    widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)
-    yield "tp: does not divide vocabulary, hidden size or an MLP's width", all(width % tp == 0 for width in widths)
+    for words, sizes in tensor_cuts(model).items():
+        yield f"tp: {words}", all(size % tp == 0 for size in sizes)
     yield "cp: does not divide the sequence, or the part of it that tp cuts", sequence % (cp * tp) == 0
     yield "cp: needs flash attention", cp == 1 or request.flash
     yield "cp: ulysses_degree_in_cp does not divide it", cp % request.ulysses == 0

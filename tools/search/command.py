@@ -243,6 +243,9 @@ def space_command(
                 click.echo("interrupted: nothing found yet", err=True)
                 sys.exit(130)
         if len(found.ranking.seconds) == 0:
+            if not found.whole:
+                click.echo("interrupted: nothing found yet", err=True)
+                sys.exit(130)
             _infeasible(request, found.ranking, as_json)
         found.to_verify = options["verified"] or 0
         if found.to_verify and found.whole:

@@ -256,6 +256,17 @@ def test_each_row_is_the_step_with_one_thing_changed(log):
     assert half.max_over_mean < loads.typical and "expert_parallel: 8" not in found, "dp 4 has no 8 ranks"
 
 
+@pytest.mark.parametrize("node, wanted", [(4, {12}), (8, set()), (12, {3, 12})])
+def test_a_degree_whose_groups_the_command_refuses_is_no_row(node, wanted):
+    """Of 6 devices half is 3, and twice is 12: neither divides a node of 8, nor covers whole ones."""
+    own = loaded_run()
+    config = replace(own, model=replace(own.model, experts=24), dp=12, ep=6)
+    advice = advised(config, loads_of("spread:0.5", config))
+    advice.hardware = replace(advice.hardware, devices_per_node=node)
+    rows = {one.name for one in what_if(advice, "spread:0.5")}
+    assert {name for name in rows if "expert_parallel" in name} == {f"expert_parallel: {one}" for one in wanted}
+
+
 def test_moves_are_replayed_and_their_cost_is_counted(log):
     config = loaded_run()
     loads = loads_of(log, config)

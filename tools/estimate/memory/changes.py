@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from plugins.errors import RecipeError
-from tools.estimate.configuration import Configuration, Table, even_layers
+from tools.estimate.configuration import Configuration, Table, even_layers, tensor_cuts
 from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe, not_empty
 from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
 from tools.estimate.memory.room import known_errors, require_known
@@ -132,8 +132,11 @@ def _halve_batch(run: Configuration, _: float) -> Configuration | None:
 
 
 def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
-    """Return the run with these degrees at the cost of data parallelism; the global batch stays."""
-    if run.dp % 2 or run.model.heads % tp:
+    """Return the run with these degrees at the cost of data parallelism; the global batch stays. Return None if the
+    degrees do not divide the model's sizes or the sequence.
+    """
+    sizes = [size for sizes in tensor_cuts(run.model).values() for size in sizes]
+    if run.dp % 2 or any(size % tp for size in sizes) or run.sequence % (tp * cp):
         return None
     return replace(run, tp=tp, cp=cp, dp=run.dp // 2, micro_batches=2 * run.micro_batches)
 

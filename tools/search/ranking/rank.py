@@ -6,6 +6,9 @@ recomputation each stage takes the cheapest mix of two uniform policies that kee
 the mix, so the mix fits if linear interpolation between the two policies fits. Recomputation that differs between
 layers reaches this mix if layers may be divided, and comes close to it with whole layers.
 
+Balanced layers take equally long on all stages, but not equally much memory. A candidate may therefore fit only if some
+of its layers move to other stages. `Ranking.near` holds such candidates, and the search places their layers, too.
+
 `Chances` finds the candidates that could still be faster than the best placed candidate, and a lower bound for the
 whole space. Every candidate has a lower bound that needs no further computation (`Ranking.bounds`). If this bound is
 below the best time, the search computes tighter bounds (`tools.layout.place`). A candidate whose bound is above the
@@ -18,7 +21,7 @@ smaller margin, no limit, another number of devices, or more memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,6 +32,7 @@ from tools.search.candidates import RECOMPUTE, Block, Candidate, Funnel, blocks
 from tools.search.ranking.predict import MemoryTable, TimeTable
 from tools.search.request import PLANNED, POLICIES, Request
 
+_NEARLY = 256  # candidates of `Ranking.near`
 _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 
@@ -57,6 +61,28 @@ class Ranking:
     peaks: np.ndarray = field(default_factory=lambda: np.zeros(0))
     bounds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
+    # the fastest of the candidates that do not fit with balanced layers, but may fit if layers move; their peaks are
+    # those of balanced layers
+    near: Ranking | None = None
+
+    def admit(self, fitting: Mapping[Ranked, tuple[float, float]], request: Request) -> None:
+        """Move the candidates of `near` for which a layout was found that fits to the others, and do not count them any
+        longer as dropped.
+
+        Args:
+            fitting: the seconds of a step and the peak bytes of the layout of each candidate that fits.
+        """
+        if (near := self.near) is None:
+            return
+        every = [near.at(index) for index in range(len(near.seconds))]
+        fits = np.array([one in fitting for one in every])
+        found = np.array([fitting[one] for one in every if one in fitting]).reshape(-1, 2)
+        self.seconds, self.peaks = np.append(self.seconds, found[:, 0]), np.append(self.peaks, found[:, 1])
+        self.bounds = np.append(self.bounds, near.bounds[fits])
+        self.places = np.concatenate([self.places, near.places[fits]])
+        self.funnel.drop(_over_memory(request), -len(found))
+        columns = {name: getattr(near, name)[~fits] for name in ("seconds", "peaks", "bounds", "places")}
+        self.near = replace(near, **columns)
 
     def at(self, index: int) -> Ranked:
         """Return the candidate strategy number `index` of the ranking, with its time and memory."""
@@ -65,15 +91,16 @@ class Ranking:
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def find(self, candidate: Candidate) -> Ranked | None:
-        """Return the predicted step time and peak memory of a candidate strategy; return None if the candidate is not
-        legal or does not fit into memory.
+        """Return the predicted step time and peak memory of a candidate strategy, also of one in `near`; return None if
+        the candidate is not legal or does not fit into memory.
         """
         for number, block in enumerate(self.blocks):
             if (block.pp, block.vpp) == (candidate.pp, candidate.vpp):
                 own = np.flatnonzero(self.places[:, 0] == number)
                 index = [i for i in map(int, own) if self.at(i).candidate == candidate] if len(own) else []
-                return self.at(index[0]) if index else None
-        return None
+                if index:
+                    return self.at(index[0])
+        return self.near.find(candidate) if self.near else None
 
     def fastest(self) -> Iterator[Ranked]:
         """Yield the candidate strategies, the fastest first; equally fast candidates are sorted by memory."""
@@ -122,32 +149,45 @@ def feasible(request: Request, funnel: Funnel | None = None) -> bool:
     return False
 
 
+def _over_memory(request: Request) -> str:
+    """Return the rule that drops candidates that do not fit into memory."""
+    return f"memory: over {request.room_words} on a stage"
+
+
 def rank(request: Request, report: Report | None = None) -> Ranking:
     """Return every legal strategy that fits into memory, with the predicted seconds of its step and its peak memory."""
     funnel = Funnel()
     ranking = Ranking(blocks(request, funnel), funnel)
     memory, times = MemoryTable(request), TimeTable(request)
     parts: list[tuple[np.ndarray, ...]] = []
+    nearly: list[tuple[np.ndarray, ...]] = []
     best = np.inf
     for number, block in enumerate(ranking.blocks):
         found = memory.peaks(block)
         _keep_least(ranking, block, found)
         fits = fitting(found, request.room, block.recompute)
-        funnel.drop(f"memory: over {request.room_words} on a stage", int(fits.size - fits.sum()))
-        rows = np.flatnonzero(fits.any(axis=1))
-        if len(rows):
-            own = block.select(rows)
-            took, held, least = _timed(own, found[rows], times, request.room)
-            row, policy = np.nonzero(fits[rows])
-            recompute = np.array([RECOMPUTE.index(word) for word in block.recompute])[policy]
-            places = np.column_stack([np.full(len(row), number), rows[row], recompute])
-            parts.append((took[row, recompute], held[row, recompute], least[row], places))
-            best = min(best, float(parts[-1][0].min()))
+        funnel.drop(_over_memory(request), int(fits.size - fits.sum()))
+        movable = not request.base.model.alternates
+        for some, taken in ((fits, parts), (nearly_fitting(found, request.room, block.recompute) & movable, nearly)):
+            rows = np.flatnonzero(some.any(axis=1))
+            if len(rows):
+                own = block.select(rows)
+                took, held, least = _timed(own, found[rows], times, request.room)
+                row, policy = np.nonzero(some[rows])
+                recompute = np.array([RECOMPUTE.index(word) for word in block.recompute])[policy]
+                places = np.column_stack([np.full(len(row), number), rows[row], recompute])
+                taken.append((took[row, recompute], held[row, recompute], least[row], places))
+        best = min(best, float(parts[-1][0].min()) if parts else best)
         if report:
             report(number + 1, len(ranking.blocks), best)
     if parts:
         whole = map(np.concatenate, zip(*parts, strict=True))
         ranking.seconds, ranking.peaks, ranking.bounds, ranking.places = whole
+    if nearly:
+        every = [np.concatenate(columns) for columns in zip(*nearly, strict=True)]
+        first = np.lexsort((every[1], every[0]))[:_NEARLY]
+        seconds, peaks, bounds, places = (column[first] for column in every)
+        ranking.near = Ranking(ranking.blocks, funnel, None, seconds, peaks, bounds, places)
     return ranking
 
 
@@ -159,6 +199,16 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
     uniform = (peaks <= cap).all(axis=2)
     planned = (peaks.min(axis=1) <= cap).all(axis=1)
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
+
+
+def nearly_fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
+    """Return which candidates do not fit with balanced layers, but may fit if layers move from full stages to stages
+    with room, as bool [candidates, recompute]. Only layers with "planned" recomputation are placed. The arguments are
+    those of `fitting`.
+    """
+    least = peaks.min(axis=1)
+    movable = (least > cap).any(axis=1) & (least.mean(axis=1) <= cap)
+    return np.column_stack([movable & np.bool_(word == PLANNED) for word in recompute])
 
 
 def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
@@ -211,11 +261,15 @@ class Chances:
 
     def __init__(self, ranking: Ranking, best: float):
         self.best = self.at_first = best
-        planned = ranking.places[:, 2] == RECOMPUTE.index(PLANNED)
-        under = np.flatnonzero(planned & (ranking.bounds < best))
-        under = under[np.lexsort((ranking.seconds[under], ranking.bounds[under]))]
-        self.open = [ranking.at(int(index)) for index in under]
-        self._known = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
+        self.open: list[Ranked] = []
+        self._known: dict[Candidate, float] = {}
+        for some in (ranking, ranking.near) if ranking.near else (ranking,):
+            planned = some.places[:, 2] == RECOMPUTE.index(PLANNED)
+            under = np.flatnonzero(planned & (some.bounds < best))
+            under = under[np.lexsort((some.seconds[under], some.bounds[under]))]
+            own = [some.at(int(index)) for index in under]
+            self.open += own
+            self._known |= {one.candidate: float(some.bounds[index]) for one, index in zip(own, under, strict=True)}
 
     def learn(self, candidate: Candidate, bound: float) -> None:
         """Raise the lower bound on a candidate's step time to `bound`. The new bound is a tighter bound, or the step
@@ -265,8 +319,8 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
     short = [
-        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB per device, it may be "
-        f"{request.room_words}; the limit is {request.cap_source}",
+        f"nothing fits: the least memory of any strategy with balanced layers is {least.peak / GIB:.1f} GiB per "
+        f"device, it may be {request.room_words}; the limit is {request.cap_source}",
         more_memory(request, least),
         *_less_margin(request, least),
     ]

@@ -311,7 +311,8 @@ class _Placing:
 
     1. The candidates that rank best and the recipe's own mesh are placed quickly (`tools.layout.place.screen`), and
        once more against the fastest of them, for closer bounds.
-    2. Every other candidate that could be faster by its plain bound gets a bound of whole layers under memory.
+    2. Every other candidate (also of `Ranking.near`) that could be faster by its plain bound gets a bound of whole
+       layers under memory.
     3. Those that could still be faster are placed quickly, the smallest bound first, until none is left.
     4. The solver places those that are still not proven slower, the fastest first, as far as the effort goes.
 
@@ -331,9 +332,7 @@ class _Placing:
     of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
-        """Place the layers of the best candidates, predict the times and memory of the resulting layouts, and add them
-        to `found`.
-        """
+        """Place the layers of the best candidates, and add the resulting layouts to `found`."""
         found, short = self.found, self.found.ranking.short_list(self.top)
         for one in short:
             if one.candidate.recompute != PLANNED:
@@ -341,10 +340,10 @@ class _Placing:
         planned = [one for one in short if one.candidate.recompute == PLANNED]
         mesh = candidate_of(found.request.base)._replace(recompute=PLANNED)
         own = None if found.request.changed else found.ranking.find(mesh)
-        planned += [own] if own and planned and own not in planned else []
+        planned += [own] if own and own not in planned else []
         try:
             with terminate_as_interrupt(), working(self.at_once) as results:
-                if planned:
+                if planned or found.ranking.near:
                     self._place(planned, results)
         except KeyboardInterrupt:
             found.whole = False
@@ -387,6 +386,7 @@ class _Placing:
         left = chances.left
         found.least, found.open = chances.least, len(left)
         found.unplaced = sum(one not in self.placements for one in left)
+        found.ranking.admit({one: (entry.seconds, entry.peak) for one, entry in self.done.items()}, found.request)
         found.stages = self._by_stages(chances)
 
     def _learn(self, chances: Chances, ranked: list[Ranked]) -> None:

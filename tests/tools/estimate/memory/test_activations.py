@@ -122,6 +122,28 @@ def test_logits_stay_where_one_of_their_axes_is_whole(changes):
     assert logit_exchanges(run("438b/context_128k", **changes)) == []
 
 
+@pytest.mark.parametrize(("dp", "tp", "cp"), [(64, 2, 1), (32, 2, 2), (16, 4, 2), (1, 2, 2), (3, 4, 2), (8, 2, 8)])
+def test_words_cost_the_ends_of_the_pipeline_what_a_calculation_by_hand_says(dp, tp, cp):
+    """A rank's logits are tokens / cp x words / tp: 8 bytes of each are kept, and the loss takes 12 of each or, where
+    two ranks or eight exchange them, two copies in bf16 of all that they exchange.
+    """
+    own = run("36b/pretrain_8k", dp=dp, tp=tp, cp=cp, batch=2, micro_batches=64)
+    own = replace(own, layers=even_layers(own.model.layers, 4, 1), pp=4, schedule="1f1b", recompute=Recompute())
+    few, many = (replace(own, model=replace(own.model, vocab=words)) for words in (512 * 1024, 1024 * 1024))
+    logits = 2 * own.sequence // cp * 512 * 1024 // tp
+    matrix, shards = 512 * 1024 * own.model.hidden // tp, 1 if dp == 3 else dp * cp  # 6 ranks divide no power of two
+    for stage, (less, more) in enumerate(zip(all_stages(few), all_stages(many), strict=True)):
+        kept = 8 * logits if stage == 3 else 0  # of one micro-batch, because the last stage holds no other
+        assert more.activations - less.activations == pytest.approx(kept)
+        assert more.buffers == less.buffers
+        end = matrix if stage in (0, 3) else 0
+        assert more.weights - less.weights == pytest.approx(4 * end / shards)
+        assert more.state - less.state == pytest.approx(8 * end / shards)
+        assert more.accumulated - less.accumulated == pytest.approx(4 * end)
+    exchanged = 2 * 2 * 8 if (dp, cp) == (8, 8) else 0
+    assert all_stages(many)[3].working == pytest.approx(max(12, exchanged) * 2 * logits)
+
+
 def test_digits_of_numbers_that_are_no_powers_of_one_base_reach_all_ranks():
     for dp, cp in [(6, 2), (12, 4), (3, 2), (5, 5), (10, 4)]:
         found = logit_exchanges(run("438b/context_32k", dp=dp, cp=cp, ep=1))

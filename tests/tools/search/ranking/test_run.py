@@ -1,5 +1,6 @@
 """The whole search of small spaces: against every strategy placed, at several efforts, with the recipe's own mesh."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -44,18 +45,43 @@ def test_nothing_placed_by_the_solver_is_half_a_percent_faster(number):
     assert all(entry.peak <= asked.room for entry in found.entries)
 
 
+def wide(limits):
+    """A dense model of six layers and many words on four stages, in the memory that balanced layers need at least."""
+    model = replace(MODEL, pattern=pattern_of(6), experts=0, top_k=0, shared_ffn=0, vocab=64000, hidden=1536, ffn=6144)
+    asked = request(4, 8, ["tp=1", "cp=1", "pp=4", "shard=optimizer", "mode=global", *limits], model)
+    return replace(asked, cap=rank(asked).least.peak)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15)])
+def test_neither_more_memory_nor_a_wider_choice_makes_the_answer_slower():
+    asked = wide(["mbs=1", "vpp=1"])
+    rooms = [replace(asked, cap=share * asked.cap) for share in (0.88, 0.95, 1.0, 1.3)]
+    wider = replace(rooms[1], limits=wide(["mbs<=2", "vpp<=2"]).limits)
+    steps = [searched(one, 0.2).entries[0].seconds for one in (*rooms, wider)]
+    assert all(later <= earlier * (1 + 1e-6) for earlier, later in itertools.pairwise(steps[:-1]))
+    assert steps[-1] <= steps[1] * (1 + 1e-6)
+    own = replace(asked.base, pp=4, layers=((1, 2, 2, 1),), micro_batches=8)
+    found = searched(replace(rooms[1], base=own), 0.2)
+    assert found.own_mesh and found.own_mesh.seconds == found.entries[0].seconds, "its balanced layers do not fit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15), ("wide", 0.9)])
 def test_no_placement_of_any_strategy_is_faster(model, share):
-    """Every strategy of four devices without tensor parallelism, each placement of each tried one by one."""
+    """Every strategy of four devices without tensor parallelism, each placement of each tried one by one; in less
+    memory than balanced layers need, too.
+    """
     plain = replace(MODEL, pattern=pattern_of(4), experts=0, top_k=0, shared_ffn=0)
     moe = replace(MODEL, pattern=pattern_of(4, 8, 1), experts=8)
-    model = {"dense": plain, "moe": moe, "mtp": replace(moe, mtp=1)}[model]
     limits = ["tp=1", "cp=1", "pp>1", "mbs=1", "shard=optimizer", "mode=global", "ep<=2"]
-    asked = request(4, 8, limits, model)
+    if model == "wide":
+        asked = wide(["mbs=1", "vpp=1"])
+    else:
+        asked = request(4, 8, limits, {"dense": plain, "moe": moe, "mtp": replace(moe, mtp=1)}[model])
     asked = replace(asked, cap=share * rank(asked).least.peak)
     times, found = TimeModel(asked.hardware), searched(asked, 1.0)
     strategies = [block.candidate(row, PLANNED) for block in found.ranking.blocks for row in range(len(block))]
+    assert found.ranking.funnel.left == len(found.ranking.seconds) > 0
     best = min(every_placement(asked, one, times)[0] for one in strategies)
     assert found.least * (1 - 1e-6) <= best <= found.entries[0].seconds * (1 + 1e-6)
     assert found.entries[0].seconds <= 1.005 * best
