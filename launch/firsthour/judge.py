@@ -226,6 +226,7 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             words = f"{lacking[0]}{more}: computed on other devices, but not on this one"
             found.append(Finding("unknown", "operators", words, row["host"], row["device"], mend))
     named = {(item.where, item.device) for item in found if item.verdict == "fail"}
+    split = []
     for name in (name for name in kinds if name not in missing):
         known = [row for row in rows if _status(row, name) != NOT_RUNNABLE]
         errors = {(row["host"], row["device"]): row["results"][name][1] for row in known}
@@ -235,6 +236,12 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 named.add(place)
                 seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
                 found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
+        if 2 * count <= len(errors) and len({error for place, error in errors.items() if place not in named}) > 1:
+            split.append(f"{name}: errors {', '.join(f'{error:.3g}' for error in sorted(set(errors.values())))}")
+    if split:
+        more = f" and {len(split) - 1} more" if len(split) > 1 else ""
+        words = f"{split[0]}{more}: the devices compute different results, and no result is that of most devices"
+        found.append(Finding("warn", "operators", words, remedy="compare firmware and processors of the devices"))
     found += _golden(rows)
     if not checks:
         found.append(Finding("unknown", "operators", "no operator was computed on any device"))

@@ -284,6 +284,19 @@ def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_o
     assert [(item.verdict, item.where, item.device) for item in named] == [("warn", "a", 2)]
 
 
+def test_devices_of_two_kinds_of_rounding_do_not_compute_the_same():
+    """With as many devices of each kind, none was named and all were "within the tolerance"."""
+    name = "matmul float16 (2, 2) forward 0"
+    rows = [
+        {"host": "a", "device": device, "results": {name: ["pass", 0.1 + 0.2 * (device % 2), ""]}, "shipped": None}
+        for device in range(2)
+    ]
+    warning, _ = judge_operators(rows)
+    assert (warning.verdict, warning.device) == ("warn", None) and "errors 0.1, 0.3: the devices" in warning.seen
+    rows[1]["results"][name] = ["fail", 3.0, "wrong"]
+    assert [(item.verdict, item.device) for item in judge_operators(rows)] == [("fail", 1)]
+
+
 def test_operators_that_were_not_computed_are_not_within_the_tolerance():
     """Operators without a kernel, and a device of which nothing is known, were "all within the tolerance"."""
     passed, none = ["pass", 0.1, ""], ["not runnable", 0.0, "no kernel"]
