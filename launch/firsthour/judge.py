@@ -8,13 +8,14 @@ between devices. A link or a network port is slow by the rule of `tools.doctor.o
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from launch.firsthour.checks import Finding
+from launch.firsthour.checks import Finding, Outcome
 from tools.accuracy.operators.run import NOT_RUNNABLE
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
@@ -30,6 +31,7 @@ VERSIONS = (
     *("tc3", "code", "Python", "mindspore", "mindformers", "driver", "firmware", "CANN", "NPUs", "kernel", "recipe"),
     *("data", "clock", "disk", "disk_write", "free_ports", "python_packages", "checkpoint_room", "packet"),
 )
+_OWN_NAME = re.compile(r"(\S+) (?:is (\S+(?:, \S+)*)|leads nowhere)")  # as the check `host_name` of tc3 doctor says it
 _SPECIAL = " special "
 Place = tuple[str, int]
 
@@ -53,6 +55,17 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
         told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])
         found[host] = Answer(told, Skew(*one["skew"]) if one["skew"] else None)
     return found
+
+
+def own_names(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return the names that the hosts have by their own reports, and the addresses of these names; the file of --nodes
+    may call the hosts otherwise.
+    """
+    evidence = next((one.evidence for one in outcomes if one.check == "hosts"), {})
+    reports = [answer.told for answer in answers_of(evidence).values() if isinstance(answer.told, Report)]
+    seen = [item.seen for report in reports for item in report.findings if item.check == "host_name"]
+    found = [_OWN_NAME.fullmatch(words) for words in seen]
+    return [name for match in found if match for name in (match[1], *(match[2] or "").split(", ")) if name]
 
 
 def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
