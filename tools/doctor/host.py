@@ -163,7 +163,8 @@ def _workers_cores(patient: Patient) -> set[int]:
     cores to give each worker its own.
     """
     host = read_host(patient.root)
-    plan = make_plan(host, patient.workers, None if patient.on_cpu else sorted(host.npus) or None)
+    count = patient.workers if patient.recipe is not None else len(host.npus) or 1
+    plan = make_plan(host, count, None if patient.on_cpu else sorted(host.npus) or None)
     told(plan.binds or None, "the host has too few cores to give each worker cores of its own")
     return {core for worker in plan.workers for core in worker.cores}
 
