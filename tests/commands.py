@@ -239,7 +239,7 @@ def _of_bash(block: str, folder: Path) -> list[list[str]]:
     script = "\n".join([note, *functions, exported, block])
     tools = folder / ".tools"  # of other programs none is run: a block that names one fails here
     tools.mkdir(exist_ok=True)
-    for name in ("bash", "cat"):
+    for name in ("bash", "cat", "mkdir"):
         (tools / name).unlink(missing_ok=True)
         (tools / name).symlink_to(shutil.which(name) or name)
     environment = {"PATH": str(tools), "NOTED": str(noted)}

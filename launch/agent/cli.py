@@ -37,7 +37,7 @@ from plugins.errors import ClusterError, TC3Error
 from tools.checkpoint.scan import CheckpointInfo
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
-from tools.process.host import read_hosts
+from tools.process.host import read_hosts, usual_form
 from tools.ranges import Folder, Number, no_bind_option, overrides_option, steps_option
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
@@ -326,8 +326,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
         return given
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]
-    ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
-    found = [host for host in hosts if host.strip("[]") in ours]
+    ours = set(map(usual_form, [name, name.split(".")[0], socket.getfqdn(), *addresses]))
+    found = [host for host in hosts if usual_form(host) in ours]
     if not found:
         raise ClusterError(
             f"{file} lists neither the name {name} of this machine nor one of its addresses: give this "

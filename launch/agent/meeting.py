@@ -36,7 +36,9 @@ from tools.runs.attempts import (
     BEAT,
     END,
     FOLDER,
+    GONE,
     PLAN,
+    THERE,
     VERDICT,
     Attempt,
     Beat,
@@ -50,7 +52,7 @@ from tools.runs.attempts import (
     text_of,
 )
 
-THERE, OVER, GONE = "there-", "over.json", "gone"
+OVER = "over.json"
 LOOKS = 8  # at claims, in the time after which somebody is lost
 SIGNS = 4  # of life, in that time
 LOST_AFTER = 4.0  # seconds without a sign of life of a node, or an answer of the disk, unless a user says otherwise

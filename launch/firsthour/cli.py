@@ -229,7 +229,9 @@ def _bundle(
         texts[MEMORY] = json.dumps(calibrated["memory"]) + "\n"
     texts[OUTCOMES] = json.dumps(rows, indent=1) + "\n"
     if hash_names:
-        texts = without_names(texts, {name: hashed(name) for name in names})
+        from launch.firsthour.judge import own_names
+
+        texts = without_names(texts, {name: hashed(name) for name in [*names, *own_names(outcomes)]})
     manifest = Manifest(
         format=FORMAT, made=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
         names="hashed" if hash_names else "plain",

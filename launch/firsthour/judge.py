@@ -8,13 +8,14 @@ between devices. A link or a network port is slow by the rule of `tools.doctor.o
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from launch.firsthour.checks import Finding
+from launch.firsthour.checks import Finding, Outcome
 from tools.accuracy.operators.run import NOT_RUNNABLE
 from tools.doctor.ask import Answer, Skew, Trouble, parsed
 from tools.doctor.checks import CHECKS
@@ -30,6 +31,7 @@ VERSIONS = (
     *("tc3", "code", "Python", "mindspore", "mindformers", "driver", "firmware", "CANN", "NPUs", "kernel", "recipe"),
     *("data", "clock", "disk", "disk_write", "free_ports", "python_packages", "checkpoint_room", "packet"),
 )
+_OWN_NAME = re.compile(r"(\S+) (?:is (\S+(?:, \S+)*)|leads nowhere)")  # as the check `host_name` of tc3 doctor says it
 _SPECIAL = " special "
 Place = tuple[str, int]
 
@@ -53,6 +55,17 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
         told = Trouble(**one["trouble"]) if one["trouble"] else parsed(one["report"])
         found[host] = Answer(told, Skew(*one["skew"]) if one["skew"] else None)
     return found
+
+
+def own_names(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return the names that the hosts have by their own reports, and the addresses of these names; the file of --nodes
+    may call the hosts otherwise.
+    """
+    evidence = next((one.evidence for one in outcomes if one.check == "hosts"), {})
+    reports = [answer.told for answer in answers_of(evidence).values() if isinstance(answer.told, Report)]
+    seen = [item.seen for report in reports for item in report.findings if item.check == "host_name"]
+    found = [_OWN_NAME.fullmatch(words) for words in seen]
+    return [name for match in found if match for name in (match[1], *(match[2] or "").split(", ")) if name]
 
 
 def judge_hosts(evidence: Mapping[str, Any], hosts: Sequence[str], versions: bool) -> list[Finding]:
@@ -226,6 +239,7 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             words = f"{lacking[0]}{more}: computed on other devices, but not on this one"
             found.append(Finding("unknown", "operators", words, row["host"], row["device"], mend))
     named = {(item.where, item.device) for item in found if item.verdict == "fail"}
+    split = []
     for name in (name for name in kinds if name not in missing):
         known = [row for row in rows if _status(row, name) != NOT_RUNNABLE]
         errors = {(row["host"], row["device"]): row["results"][name][1] for row in known}
@@ -235,6 +249,12 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 named.add(place)
                 seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
                 found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
+        if 2 * count <= len(errors) and len({error for place, error in errors.items() if place not in named}) > 1:
+            split.append(f"{name}: errors {', '.join(f'{error:.3g}' for error in sorted(set(errors.values())))}")
+    if split:
+        more = f" and {len(split) - 1} more" if len(split) > 1 else ""
+        words = f"{split[0]}{more}: the devices compute different results, and no result is that of most devices"
+        found.append(Finding("warn", "operators", words, remedy="compare firmware and processors of the devices"))
     found += _golden(rows)
     if not checks:
         found.append(Finding("unknown", "operators", "no operator was computed on any device"))

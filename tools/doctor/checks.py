@@ -130,7 +130,7 @@ def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Look
                 return look(patient)
             except UntoldError as error:
                 seen = str(error)
-            except (OSError, ValueError) as error:  # a file in a form that we have not met
+            except (OSError, ValueError, LookupError) as error:  # a file in a form that we have not met
                 seen = f"could not be read: {error}"
             return Answer("unknown", seen)
 

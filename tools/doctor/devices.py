@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 
 from tools.check.check import table_of
 from tools.doctor.checks import REPORT, Answer, Patient, check, told
@@ -40,6 +41,7 @@ _VERSION_FILES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolki
 _NPU_SMI_SILENT = (
     "npu-smi does not answer: there is no driver or no permission (root, group HwHiAiUser), or npu-smi hangs"
 )
+_RANGE = re.compile(r"\[\s*(\d+\.\d+\.\d+)\s*,\s*(\d+\.\d+\.\d+)\s*\]")
 _USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
 _CHIP = re.compile(r"Chip ID\s*:\s*(\d+)", re.IGNORECASE)  # of a card that has several
 _FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
@@ -84,8 +86,7 @@ def free_ports(patient: Patient) -> Answer:
     scheduler.
     """
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
-    if all(table is None for table in tables):
-        return Answer("unknown", "/proc/net/tcp cannot be read")
+    told(tables[0], "/proc/net/tcp cannot be read")  # a host without IPv6 has no tcp6
     rows = [line.split() for table in tables for line in (table or "").splitlines()[1:]]
     listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
     needed = set(_hccl_ports()) if patient.wants_npus else set()  # the scheduler's is another where that one is taken
@@ -95,10 +96,12 @@ def free_ports(patient: Patient) -> Answer:
     return Answer("fail" if listening & needed else "warn", f"in use: {', '.join(map(str, taken))}")
 
 
-def card_sizes(root: Root) -> dict[str, str]:
-    """Return for each network card of the host its packet size (MTU); software devices (bridges, lo) are left out."""
+def card_sizes(root: Root) -> dict[str, str | None]:
+    """Return for each network card of the host its packet size (MTU), or None if it cannot be read; software devices
+    (bridges, lo) are left out.
+    """
     paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
-    return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
+    return {path.split("/")[-2]: root.read(path) or None for path in paths}
 
 
 @check(
@@ -113,14 +116,15 @@ def packet_size(patient: Patient) -> Answer:
     sizes = told(
         card_sizes(patient.root) or None, "no network card is visible (in a container, run tc3 doctor on its host)"
     )
-    seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
-    return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
+    seen = ", ".join(f"{card} {size or 'cannot be read'}" for card, size in sizes.items())
+    known = set(sizes.values()) - {None}
+    return Answer("warn" if len(known) > 1 else "unknown" if None in sizes.values() else "ok", seen)
 
 
 @check(
     why=(
         "other hosts look for the master under this name; if the name means a loopback address, each host connects "
-        "to itself"
+        "to itself, and a link-local address (fe80::) is not found without the name of a network card"
     ),
     source="hosts(5); Debian writes 127.0.1.1",
     mend="write the host's own address into /etc/hosts, or give msrun an address (MASTER_ADDR)",
@@ -134,7 +138,8 @@ def host_name(patient: Patient) -> Answer:
         addresses = (patient.root.ask("getent", "hosts", name) or "").split()[:1]
     if not addresses:
         return Answer("fail", f"{name} leads nowhere")
-    inside = all(address.startswith("127.") or address == "::1" for address in addresses)
+    known = [ip_address(address) for address in addresses]
+    inside = all(address.is_loopback or address.is_link_local for address in known)
     return Answer("warn" if inside else "ok", f"{name} is {', '.join(addresses)}")
 
 
@@ -299,11 +304,13 @@ def ascend_software(patient: Patient) -> Answer:
 
 def _takes_firmware(ranges: str, version: str) -> bool | None:
     """Return whether a version lies in one of the ranges of a text such as ``[6.4.0,6.4.99],[7.0.0,8.9.9]``; both ends
-    belong to a range, and versions are compared number by number. Return None for ranges in another form.
+    belong to a range, and versions are compared number by number. Return None if the version is in none of the
+    ranges, but the version or one of the ranges has another form.
     """
-    pairs = re.findall(r"\[\s*([\d.]+)\s*,\s*([\d.]+)\s*\]", ranges)
-    numbers = _numbers(version)
-    return None if not pairs else any(_numbers(low) <= numbers[:3] <= _numbers(high) for low, high in pairs)
+    numbers = _numbers(version)[:3]
+    if any(_numbers(low) <= numbers <= _numbers(high) for low, high in _RANGE.findall(ranges) if len(numbers) == 3):
+        return True
+    return False if len(numbers) == 3 and not _RANGE.sub("", ranges).strip(", ") else None
 
 
 def _numbers(version: str) -> list[int]:

@@ -20,6 +20,9 @@ from tools.process.host import compress, expand
 from tools.schema.versions import installed, others, verified, words
 
 _CPU = "/sys/devices/system/cpu"
+_BANNED = re.compile(r"""^\s*IRQBALANCE_BANNED_CPU(LIST|S)=["']?([^"'\s]+)""", re.MULTILINE)
+# source (which may hold spaces), total, used and free space, share, mount point
+_DF = re.compile(r"^\S.*?\s+(\d+|-)\s+(?:-?\d+|-)\s+(-?\d+|-)\s+(?:\d+%|-)\s+(/.*)$", re.MULTILINE)
 _WAKES = 10  # microseconds: deeper states are for hosts without work
 # what drivers call their interrupts: NICs of Huawei and Mellanox, NVMe, NPUs (sq_send_trigger_irq)
 _DEVICE_INTERRUPTS = re.compile(r"hns|hclge|hinic|mlx|nvme|sq_send|devdrv|davinci", re.IGNORECASE)
@@ -43,7 +46,8 @@ def governor(patient: Patient) -> Answer:
         found or None,
         "there is no cpufreq: this is a virtual machine, or the firmware sets the clock by its power profile",
     )
-    return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
+    verdict: Verdict = "fail" if found - {"performance", "?"} else "unknown" if "?" in found else "ok"
+    return Answer(verdict, ", ".join(sorted(found)))
 
 
 @check(
@@ -54,10 +58,10 @@ def governor(patient: Patient) -> Answer:
 def idle_states(patient: Patient) -> Answer:
     """Check that a core can leave each of its enabled idle states quickly."""
     read, worst = patient.root.read, 0
-    states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
+    states = patient.root.find(f"{_CPU}/cpu[0-9]*/cpuidle/state[0-9]*")
     for state in told(states or None, "there is no cpuidle: this is a virtual machine, or idle states are off"):
-        if read(f"{state}/disable") == "0":
-            worst = max(worst, int(read(f"{state}/latency") or 0))
+        if told(read(f"{state}/disable"), f"{state}/disable cannot be read") == "0":
+            worst = max(worst, int(told(read(f"{state}/latency"), f"{state}/latency cannot be read")))
     return Answer(
         "ok" if worst <= _WAKES else "warn", f"a core needs {worst} us to wake up from the deepest enabled state"
     )
@@ -78,7 +82,8 @@ def iommu(patient: Patient) -> Answer:
     asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)
     if kinds:
         seen = f"domains: {', '.join(sorted(kinds))}"
-        return Answer("warn" if any(kind.startswith("DMA") for kind in kinds) else "ok", seen)
+        strict = any(kind.startswith("DMA") for kind in kinds)
+        return Answer("warn" if strict else "unknown" if "?" in kinds else "ok", seen)
     if asked:
         return Answer("ok", f"the kernel was started with {asked[0]}")
     if line is None:
@@ -136,10 +141,32 @@ def irqbalance(patient: Patient) -> Answer:
         told("kthreadd" in running or None, hidden)  # the kernel's own process
         return Answer("ok", "not running")
     for path in ("/etc/sysconfig/irqbalance", "/etc/default/irqbalance"):
-        banned = re.search(r"^\s*IRQBALANCE_BANNED_CPU(?:LIST|S)=\"?([^\"\s]+)", read(path) or "", re.MULTILINE)
-        if banned:
-            return Answer("ok", f"irqbalance runs, but is kept off cores {banned[1]}")
+        if rows := _BANNED.findall(read(path) or ""):
+            kind, cores = rows[-1]
+            banned = expand(cores) if kind == "LIST" else _of_mask(cores)
+            if left := _workers_cores(patient).difference(banned):
+                return Answer("warn", f"running, also on the workers' cores {compress(left)}")
+            return Answer("ok", f"irqbalance runs, but is kept off cores {compress(set(banned))}")
     return Answer("warn", "running, on all cores")
+
+
+def _of_mask(text: str) -> list[int]:
+    """Return the cores of a mask as Linux writes it: hexadecimal words of 32 bits, such as ``0000000f,ffff0000``."""
+    mask = 0
+    for word in text.split(","):
+        mask = mask << 32 | int(word, 16)
+    return [core for core in range(mask.bit_length()) if mask >> core & 1]
+
+
+def _workers_cores(patient: Patient) -> set[int]:
+    """Return the cores that the plan of `tc3 affinity` gives to the workers; raise UntoldError if the host has too few
+    cores to give each worker its own.
+    """
+    host = read_host(patient.root)
+    count = patient.workers if patient.recipe is not None else len(host.npus) or 1
+    plan = make_plan(host, count, None if patient.on_cpu else sorted(host.npus) or None)
+    told(plan.binds or None, "the host has too few cores to give each worker cores of its own")
+    return {core for worker in plan.workers for core in worker.cores}
 
 
 @check(
@@ -193,9 +220,7 @@ def cores(patient: Patient) -> Answer:
 )
 def interrupts(patient: Patient) -> Answer:
     """Check that devices send their interrupts only to cores that no worker has in the plan of `tc3 affinity`."""
-    host = read_host(patient.root)
-    plan = make_plan(host, patient.workers, sorted(host.npus) or None)
-    workers = {core for worker in plan.workers for core in worker.cores}
+    workers = _workers_cores(patient)
     seen, hit, unreadable = 0, set(), []
     for folder in patient.root.find("/proc/irq/[0-9]*"):
         names = [path.rpartition("/")[2] for path in patient.root.find(f"{folder}/*/")]
@@ -258,12 +283,14 @@ def stack(patient: Patient) -> Answer:
 
 def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
     """Return (mount point, total bytes, free bytes) of the file system that holds a path, as `df` reports them."""
-    best: tuple[str, int, int] | None = None
-    for row in re.finditer(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s+\S+\s+(/.*)$", patient.root.ask("df", "-kP") or "", re.M):
+    best: tuple[str, str, str] | None = None
+    for row in _DF.finditer(patient.root.ask("df", "-kP") or ""):
         mount = row[3].strip()
         if PurePosixPath(path).is_relative_to(mount) and (best is None or len(mount) >= len(best[0])):
-            best = mount, int(row[1]) * 1024, int(row[2]) * 1024
-    return best
+            best = mount, row[1], row[2]
+    if best is None or "-" in best[1:]:  # df does not know the sizes of this file system
+        return None
+    return best[0], int(best[1]) * 1024, int(best[2]) * 1024
 
 
 @check(
@@ -304,9 +331,18 @@ def clock(patient: Patient) -> Answer:
     offset = re.search(r"System time\s*:\s*([\d.]+) seconds", tracking)
     if re.search(r"Leap status\s*:\s*Not synchronised", tracking):  # the offset is then 0, from no server
         return Answer("fail", "chronyd runs, but has no time server that it follows")
+    if re.search(r"Reference ID\s*:\s*7F7F0101", tracking, re.IGNORECASE):
+        return Answer("warn", "chronyd follows only its own clock, which is right only on the cluster's time server")
     if offset:
         seconds = float(offset[1])
-        return Answer("ok" if seconds <= _CLOCK_SKEW else "fail", f"{seconds:.6f} s from its time server")
+        root = dict(re.findall(r"Root (delay|dispersion)\s*:\s*([\d.]+) seconds", tracking))
+        error = (
+            float(root.get("dispersion", 0)) + float(root.get("delay", 0)) / 2
+        )  # chronyc(1): no clock is further off
+        seen = f"{seconds:.6f} s from its time server"
+        if seconds <= _CLOCK_SKEW < seconds + error:
+            return Answer("unknown", f"{seen}, which may itself be {error:.3f} s off, or was not reached for long")
+        return Answer("ok" if seconds <= _CLOCK_SKEW else "fail", seen)
     synchronised = patient.root.ask("timedatectl", "show", "-p", "NTPSynchronized") or ""
     if "=" in synchronised:
         return Answer("ok" if synchronised.strip().endswith("=yes") else "fail", synchronised.strip())
@@ -320,7 +356,7 @@ def clock(patient: Patient) -> Answer:
 )
 def disk(patient: Patient) -> Answer:
     """Check that the disk of the checkpoints has enough free space."""
-    found = told(free_space(patient, str(patient.folder)), f"df does not show the file system of {patient.folder}")
+    found = told(free_space(patient, str(patient.folder)), f"df does not show the free space at {patient.folder}")
     mount, _, free = found
     verdict: Verdict = "ok" if free >= _FREE else "fail" if free < _LEAST_FREE else "warn"
     return Answer(verdict, f"{free / GIB:.0f} GiB free at {mount}")

@@ -167,11 +167,19 @@ def read_report(text: str) -> Report:
             "of different versions are not compared; update the older checkout"
         )
     findings, probe = data.get("findings"), data.get("probe")
-    if not isinstance(findings, list) or not all(_has_form(item, Finding) for item in findings) or not _is_probe(probe):
+    if not _are_findings(findings) or not _is_probe(probe):
         raise ReportError(
             "the report is incomplete: its findings or its probe cannot be read; make it again on that host"
         )
     return Report([Finding(**item) for item in findings], facts, probe)
+
+
+def _are_findings(value: Any) -> bool:
+    """Return whether a value is a list of findings in which each check but the probe stands once."""
+    if not isinstance(value, list) or not all(_has_form(item, Finding) for item in value):
+        return False
+    names = [item["check"] for item in value if item["check"] != "probe"]
+    return 0 < len(names) == len(set(names))
 
 
 def _is_probe(value: Any) -> bool:

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
@@ -162,6 +163,7 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     except OSError as error:
         raise ClusterError(f"--nodes {path}: the file cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
+    hosts: list[str] = []
     slots = 0
     for number, line in enumerate(lines, 1):
         if not (text := line.split("#")[0].strip()):
@@ -172,18 +174,30 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")
         host, here = match["host"], int(match["slots"] or each)
-        if host in seen:
-            raise ClusterError(f"{path}:{number}: {host} is already named in line {seen[host]}")
+        if line_before := seen.get(usual_form(host)):
+            raise ClusterError(f"{path}:{number}: {host} is already named in line {line_before}")
         if slots and here != slots:
-            wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
+            wrong = f"{host} has {here} slots, {hosts[0]} has {slots}"
             raise ClusterError(
                 f"{path}:{number}: {wrong}; give all hosts the same slots, because msrun numbers workers as if every "
                 "host had as many"
             )
-        seen[host], slots = number, here
-    if not seen:
+        seen[usual_form(host)], slots = number, here
+        hosts.append(host)
+    if not hosts:
         raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
-    return list(seen), slots
+    return hosts, slots
+
+
+def usual_form(host: str) -> str:
+    """Return a host's name or address in a form that is equal for all spellings of it: with small letters, without
+    brackets, and an IPv6 address in its shortest form.
+    """
+    text = host.strip("[]").lower()
+    try:
+        return str(ip_address(text))
+    except ValueError:
+        return text
 
 
 def shorten(hosts: Iterable[str]) -> str:

@@ -42,6 +42,7 @@ TOLD = (INTERRUPTED, SAVED, ASKED, DONE)
 _LARGEST = 1e15  # of any number in these files
 FINAL = ("done", "give up", "leave")  # decisions after which a run does not go on
 FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
+THERE, GONE = "there-", "gone"  # the file of an agent that waits for a plan, and its key that says whether it has left
 
 
 @dataclass(frozen=True)
@@ -236,16 +237,30 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def of_the_run(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts without those of launches that were refused before they planned anything, after the run had
-    ended: such a launch has changed nothing in the run.
+    """Return the attempts without those of launches that were refused, or left by all of their agents, before they
+    planned anything, after the run had ended: such a launch has changed nothing in the run.
     """
     found: list[Attempt] = []
     for attempt in attempts:
         ended = bool(found) and found[-1].verdict is not None and found[-1].verdict.decision in FINAL
-        refused = attempt.plan is None and attempt.verdict is not None and attempt.verdict.cause == "user error"
-        if not (ended and refused):
+        if not (ended and attempt.plan is None and _came_to_nothing(attempt)):
             found.append(attempt)
     return found
+
+
+def _came_to_nothing(attempt: Attempt) -> bool:
+    """Return whether an attempt without a plan was refused, or all agents that came to it have left it."""
+    if attempt.verdict is not None:
+        return attempt.verdict.cause == "user error"
+    there = list(attempt.folder.glob(f"{THERE}*.json"))
+    return bool(there) and all(map(_has_left, there))
+
+
+def _has_left(file: Path) -> bool:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[GONE] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _by_host(folder: Path, start: str, kind: type[Form]) -> dict[str, Form]:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -213,13 +214,13 @@ def test_an_agent_waits_while_one_that_was_refused_removes_the_lock(tmp_path):
     timer.join()
 
 
-@pytest.mark.parametrize("name", ["node7", "node7.cluster.example", "10.1.2.3"])
+@pytest.mark.parametrize(
+    "name", ["node7", "node7.cluster.example", "10.1.2.3", "Node7", "[2001:DB8::7]", "2001:db8:0:0::7"]
+)
 def test_a_node_finds_its_line_by_its_name_or_address(monkeypatch, tmp_path, name):
-    class Address:
-        address = "10.1.2.3"
-
+    addresses = [SimpleNamespace(address=address) for address in ("10.1.2.3", "2001:db8::7")]
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.example")
-    monkeypatch.setattr(cli.psutil, "net_if_addrs", lambda: {"eth0": [Address()]})
+    monkeypatch.setattr(cli.psutil, "net_if_addrs", lambda: {"eth0": addresses})
     assert cli.own_host(["node6", name], None, tmp_path) == name
 
 

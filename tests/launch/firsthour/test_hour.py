@@ -16,7 +16,7 @@ from launch.firsthour import hour as hours
 from launch.firsthour.calibrate import judge_fit, judge_stage
 from launch.firsthour.checks import judged
 from launch.firsthour.hour import Hour
-from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators
+from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators, own_names
 from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
@@ -284,6 +284,31 @@ def test_operators_wrong_for_infinities_only_are_a_warning_and_a_device_of_its_o
     ]
     named = [item for item in judge_operators(rows) if "error 0.3" in item.seen]
     assert [(item.verdict, item.where, item.device) for item in named] == [("warn", "a", 2)]
+
+
+def test_names_that_only_the_hosts_themselves_say_are_hidden_too():
+    """A bundle with hashed names held the names and addresses of hosts that the file of --nodes called otherwise."""
+    unknown = "the host does not tell its name"
+    said = {"10.1.2.3": "Train7 is 10.1.2.3, fe80::7", "b": "b.example leads nowhere", "c": unknown}
+    reports = {
+        host: Answer(Report([Checked("host_name", "ok", words, "", "", "")], {"tc3": tool_version()}))
+        for host, words in said.items()
+    }
+    found = own_names([judged("hosts", [], hosts_evidence(reports))])
+    assert found == ["Train7", "10.1.2.3", "fe80::7", "b.example"] and own_names([]) == []
+
+
+def test_devices_of_two_kinds_of_rounding_do_not_compute_the_same():
+    """With as many devices of each kind, none was named and all were "within the tolerance"."""
+    name = "matmul float16 (2, 2) forward 0"
+    rows = [
+        {"host": "a", "device": device, "results": {name: ["pass", 0.1 + 0.2 * (device % 2), ""]}, "shipped": None}
+        for device in range(2)
+    ]
+    warning, _ = judge_operators(rows)
+    assert (warning.verdict, warning.device) == ("warn", None) and "errors 0.1, 0.3: the devices" in warning.seen
+    rows[1]["results"][name] = ["fail", 3.0, "wrong"]
+    assert [(item.verdict, item.device) for item in judge_operators(rows)] == [("fail", 1)]
 
 
 def test_operators_that_were_not_computed_are_not_within_the_tolerance():

@@ -46,6 +46,7 @@ def hostname(address):
 
 
 PORTS = "proc/sys/net/ipv4/ip_local_port_range"
+CHRONY = "outputs/chronyc_-n_tracking.txt"
 NTP = "outputs/timedatectl_show_-p_NTPSynchronized.txt"
 BALANCE = {"proc/812/comm": "irqbalance\n"}
 # lines of `npu-smi info -t common` as public guides print them
@@ -78,6 +79,10 @@ def interrupt(core):
     return {"proc/irq/30/hns3-0000:7d:00.0-TxRx-0/x": "", "proc/irq/30/smp_affinity_list": f"{core}\n"}
 
 
+def banned(words):
+    return {"etc/sysconfig/irqbalance": f"IRQBALANCE_BANNED_CPU{words}\n"}
+
+
 # check -> (verdict, files of a host that it finds wrong, files of the host mended)
 CASES = {
     "governor": (
@@ -97,7 +102,7 @@ CASES = {
         {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"},
         {"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"},
     ),
-    "irqbalance": ("warn", BALANCE, {**BALANCE, "etc/sysconfig/irqbalance": "IRQBALANCE_BANNED_CPULIST=2-23\n"}),
+    "irqbalance": ("warn", BALANCE, {**BOARD, **BALANCE, **banned("LIST=0-191")}),
     "binding": ("warn", cpuset_files("0-7", 2), cpuset_files("0-7")),
     "isolated": (
         "warn",
@@ -211,6 +216,53 @@ def test_what_a_host_hides_is_not_absent(name, files, verdict, tmp_path, large):
     assert found.verdict == verdict, found.seen
 
 
+GOVERNOR, IDLE = f"{CPU}/cpu0/cpufreq/scaling_governor", f"{CPU}/cpu7/cpuidle/state1"
+TRACKING = """\
+Reference ID    : {}
+System time     : {} seconds slow of NTP time
+Root delay      : 0.0004 seconds
+Root dispersion : {} seconds
+Leap status     : Normal
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "verdict"),
+    [
+        ("governor", {GOVERNOR: "performance", GOVERNOR.replace("cpu0", "cpu1"): ""}, "unknown"),
+        ("idle_states", {f"{IDLE}/latency": "200"}, "unknown"),
+        ("idle_states", {f"{IDLE}/disable": "0"}, "unknown"),
+        ("idle_states", {f"{CPU}/cpu0/cpuidle/state1/disable": "1", f"{IDLE}/disable": "0", f"{IDLE}/latency": "200"},
+         "warn"),
+        ("iommu", {"sys/kernel/iommu_groups/0/type": "", "sys/kernel/iommu_groups/1/type": "identity"}, "unknown"),
+        ("irqbalance", {**BOARD, **BALANCE, **banned("LIST=0-3")}, "warn"),
+        ("irqbalance", {**BOARD, **BALANCE, **banned("LIST=''")}, "warn"),
+        ("irqbalance", {**BOARD, **BALANCE, **banned("S=00000000,00000000")}, "warn"),
+        ("irqbalance", {**BOARD, **BALANCE, **banned(f"S={','.join(6 * ['ffffffff'])}")}, "ok"),
+        ("irqbalance", {**BALANCE, **banned("LIST=0-191")}, "unknown"),  # the workers' cores are not known
+        ("interrupts", {**numa_files(1, 4, 1), **cpuset_files("0-3"), **interrupt(0)}, "unknown"),
+        ("free_ports", {"proc/net/tcp6": tcp(22)}, "unknown"),
+        ("free_ports", {"proc/net/tcp": tcp(22) + "\n   1:\n"}, "unknown"),
+        ("swap", {"proc/swaps": "Filename Type\n\n/dev/sda2 partition\n"}, "unknown"),
+        ("packet_size", card(0, ""), "unknown"),
+        ("packet_size", {**card(0, 9000), **card(1, "")}, "unknown"),
+        ("host_name", hostname("fe80::1"), "warn"),
+        ("host_name", hostname("2001:db8::7"), "ok"),
+        ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"//nas/my share 9 9 0 100% {ROOT}\n"}, "fail"),
+        ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"fuse - - - - {ROOT}\n"}, "unknown"),
+        ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"/dev/sdb 9 11 -2 100% {ROOT}\n"}, "fail"),
+        ("clock", {CHRONY: TRACKING.format("7F7F0101 ()", "0.000000000", "0.000000000")}, "warn"),
+        ("clock", {CHRONY: TRACKING.format("C0A80101 (ntp)", "0.000100000", "3.500000000")}, "unknown"),
+        ("clock", {CHRONY: TRACKING.format("C0A80101 (ntp)", "0.000100000", "0.000300000")}, "ok"),
+    ],
+)  # fmt: skip
+def test_what_a_check_could_not_read_is_not_ok(name, files, verdict, tmp_path):
+    recipe = load_recipe(LARGE)
+    recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(ROOT / "output")}
+    (found,) = (one for one in examine(Patient(write(tmp_path, files), View(recipe)), MODULES) if one.check == name)
+    assert found.verdict == verdict, found.seen
+
+
 def test_a_file_in_an_unknown_form_is_unknown(tmp_path, large):
     root = write(tmp_path, {PORTS: "many\n"})
     item = next(item for item in examine(Patient(root, large), MODULES) if item.check == "reserved_ports")
@@ -300,6 +352,9 @@ def test_the_clock_of_an_npu_that_tells_none_is_unknown(tmp_path, large):
         {DRIVER: output("driver_24.1.rc3")},
         {FIRMWARE: "Version=7.3.0.1.231\n"},
         {DRIVER: "Version=25.5.2\ncompatible_version_fw=7.5.0+\n", FIRMWARE: "Version=1.3.0.1.231\n"},
+        {DRIVER: "Version=25.5.2\ncompatible_version_fw=[7.1.0,7.3.9],[7.5.0,]\n", FIRMWARE: "Version=7.6.0.1\n"},
+        {DRIVER: "Version=25.5.2\ncompatible_version_fw=[7.1.0,7.9.9]\n", FIRMWARE: "Version=7.8\n"},
+        {DRIVER: "Version=25.5.2\ncompatible_version_fw=[7.1.0,7.9.9]\n", FIRMWARE: "Version=unknown\n"},
     ],
 )
 def test_a_firmware_that_was_not_compared_with_the_driver_is_unknown(tmp_path, large, files):

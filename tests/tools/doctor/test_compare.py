@@ -107,6 +107,8 @@ BROKEN = {
     WHOLE.replace('"ok"', '"fine"'): "findings or its probe cannot be read",
     WHOLE.replace('"probe": null', '"probe": [1]'): "findings or its probe cannot be read",
     without(report(), "findings"): "findings or its probe cannot be read",
+    Report([], FACTS).text(): "findings or its probe cannot be read",
+    Report([*report(clock="fail").findings, *report().findings], FACTS).text(): "findings or its probe cannot be read",
     " " * ((1 << 22) + 1): "so it is not a report",
 }
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from launch.agent.meeting import Meeting
 from plugins.sealed_checkpoint.plan import write_seal
 from plugins.straggler_probe.record import append as add_probe
 from plugins.straggler_probe.record import probe_file
@@ -90,6 +91,21 @@ def test_a_refused_launch_is_no_part_of_an_ended_run(tmp_path, decision, state):
     append(empty(run_dir), header(2), step(1), step(2))
     assert study(run_dir).state == state
     assert Watch(run_dir).look().state == state
+
+
+def test_an_attempt_that_all_agents_have_left_is_no_part_of_an_ended_run(tmp_path):
+    """An agent that was started once more after the end, and waited for the others in vain, left a run unfinished."""
+    run_dir = tmp_path / "run"
+    write(folder_of(run_dir, 0) / "plan.json", Plan(0, 1.0, ["a", "b"], 1, "a", 9000))
+    write(folder_of(run_dir, 0) / "verdict.json", Verdict(2.0, "done", "why"))
+    append(empty(run_dir), header(2), step(1), step(2))
+    agent, watch = Meeting(run_dir, "a"), Watch(run_dir)
+    agent.come(1)
+    assert (watch.look().state, study(run_dir).state) == ("running", "unfinished")
+    agent.gone(1)
+    assert (watch.look().state, study(run_dir).state) == ("done", "done")
+    Meeting(run_dir, "b").come(1)
+    assert (watch.look().state, study(run_dir).state) == ("running", "unfinished")
 
 
 def test_a_launch_that_is_refused_while_it_is_watched_is_no_part_of_an_ended_run(tmp_path):
