@@ -22,7 +22,7 @@ from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
-_STRATEGY = ("parallel", "dataset_strategy")
+_STRATEGY, _BROADCAST = ("parallel", "dataset_strategy"), (*LOADER, "use_broadcast_data")
 _SHARD_SIZE = ("parallel", "parallel_optimizer_config", SHARD)
 
 
@@ -295,12 +295,16 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
 
 def _strategy(view: View, found: Findings) -> None:
     """Check dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
-    strategy = view.get(_STRATEGY)
+    strategy, advice = view.get(_STRATEGY), f"write [[{view.dp}, 1], ...]" + ", or leave the key out" * view.megatron
+    asks = view.megatron or (view.get((*LOADER, "type")) == "HFDataLoader" and view.flag(_BROADCAST, True))
+    if view.full_batch and asks and view.devices > 1:
+        wrong = "'full_batch' is not a list of lists of numbers, by which the loader finds the ranks that read data"
+        found.error(_STRATEGY, wrong, advice, rule="strategy_whole")
+        return
     if strategy is None or (strategy == "full_batch" and view.flag(("parallel", "full_batch"), True)):
         return
     if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
-        wrong = f"{strategy!r} is not a list of lists of numbers"
-        found.error(_STRATEGY, wrong, f"write [[{view.dp}, 1], ...], or leave the key out", rule="strategy_list")
+        found.error(_STRATEGY, f"{strategy!r} is not a list of lists of numbers", advice, rule="strategy_list")
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
     if wrong_rows:

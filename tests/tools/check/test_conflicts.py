@@ -1,5 +1,6 @@
 """MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
-that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings.
+that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings. Loaders that need the list of a
+dataset strategy.
 """
 
 import types
@@ -10,8 +11,19 @@ import pytest
 from plugins import pipeline_layout
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.errors import RecipeError
-from tests.tools.check.mutations import MODEL, PARALLEL, put
-from tests.tools.check.test_rules import INTERLEAVED, MINI, PLAIN, SEMI, STAGES, TWO_CHUNKS, ZBV, change, findings
+from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
+from tests.tools.check.test_rules import (
+    INTERLEAVED,
+    MINI,
+    PLAIN,
+    SEMI,
+    STAGES,
+    TWO_CHUNKS,
+    ZBV,
+    change,
+    findings,
+    without,
+)
 from tests.tools.checkpoint.test_stored import saved
 from tools.check.check import check_recipe
 from tools.check.conflicts import KEYS
@@ -181,3 +193,14 @@ def test_an_exclusion_that_drops_a_chosen_pattern_in_all_layers(key, pattern, ch
     recipe = change(SEMI, (("recompute_config", key), chosen), (("recompute_config", f"{key}_exclude"), pattern))
     found = findings(recipe, "warning").get(f"recompute_config.{key}_exclude")
     assert (found is not None and "in all layers" in found.wrong) == dropped
+
+
+def test_loaders_need_a_list_to_find_the_ranks_that_read_data():
+    """`get_dp_from_dataset_strategy` of MindFormers' tools/utils.py raises an error for a text."""
+    strategy = ("parallel", "dataset_strategy")
+    whole = put(SEMI, strategy, "full_batch")
+    conversations = without(put(SEMI, LOADER, {"type": "HFDataLoader", "data_files": "x"}), "dataset_strategy")
+    for recipe in (without(whole, "full_batch"), put(whole, ("parallel", "full_batch"), True), conversations):
+        assert "by which the loader finds" in findings(recipe)[dotted(strategy)].wrong
+    for key, value in (("create_attention_mask", True), ("use_broadcast_data", False)):
+        assert dotted(strategy) not in findings(put(conversations, (*LOADER, key), value))
