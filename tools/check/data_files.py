@@ -21,7 +21,7 @@ from plugins.spike_guard.ledger import count
 from tools.check.conflicts import NOT_AGAIN
 from tools.checkpoint.stored import refuse_moved
 from tools.data.blend import Corpora, asked_of
-from tools.data.index import IndexReader, empty_part, read_blend, training_share
+from tools.data.index import PARTS, IndexReader, parts_of, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, look
@@ -30,7 +30,8 @@ from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
 _PATH, _SPLIT, _ALL = (*_CONFIG, "data_path"), (*_CONFIG, "split"), "1, 0, 0"
-_HELD_OUT, _GUARD, _VOCABULARY = ("plugins", "held_out_loss"), ("plugins", "spike_guard"), (*MODEL, "vocab_size")
+_HELD_OUT, _GUARD, _BALANCE = (("plugins", name) for name in ("held_out_loss", "spike_guard", "attention_balance"))
+_VOCABULARY = (*MODEL, "vocab_size")
 _BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_compressed_eod_mask")
 _ORDER = ("dataset_path", "split", "num_samples", "random_seed", "sequence_length")  # what MindFormers finds it by
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
@@ -72,6 +73,7 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
         found.error(_SPLIT, f"{split!r}: {error}")
         split = _ALL
     corpora, tokens = _corpora(view.get(_PATH), found), {}
+    documents: list[tuple[float, int]] = []
     for prefix, share in corpora:
         asked = _asked(view.samples, share, len(view.get(_PATH)) > len(corpora))
         if (index := _opened(prefix, _PATH, found, missing)) is not None:
@@ -79,16 +81,10 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
             if not len(index):
                 _size(used, prefix, _PATH, share, view, built, found)
                 continue
-            if part := empty_part(split, len(index)):
-                wrong = (
-                    f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
-                    "the tokens of such a part without end"
-                )
-                found.error(_SPLIT, wrong, f"write {_ALL!r}")
-            elif len(used):
+            if _parts(index, prefix, share, split, view, built, found) and len(used):
                 tokens[prefix] = int(used.sum(dtype=np.int64))
                 _size(used, prefix, _PATH, share, view, built, found)
-                _documents(used, asked, view, built, found)
+                documents.append(_documents(used, asked, built))
             _tokens(index, prefix, view, built, found)
             _kept_order(index, prefix, _PATH, view, found, (view.get(_SPLIT), asked))
     if corpora and all(prefix in tokens for prefix, _ in corpora):
@@ -97,14 +93,40 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
     for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
         there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
         index = _opened(prefix, path, found, missing) if there else None
-        if index is not None and not len(index):
+        if index is not None and index.tokens < 2:
             _size(index.lengths, prefix, path, 1.0, view, built, found)
         elif index is not None:
             samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
             asked = _asked(samples, 1.0, True)
-            _documents(index.lengths, asked, view, built, found)
+            documents.append(_documents(index.lengths, asked, built))
             _tokens(index, prefix, view, built, found)
             _kept_order(index, prefix, path, view, found, (_ALL, asked))
+    _room(documents, view, found)
+
+
+def _parts(
+    index: IndexReader, prefix: str, share: float, split: str, view: View, built: Built, found: Findings
+) -> bool:
+    """Return whether MindFormers can make a data set of each part of a corpus, also of those that are not trained; the
+    training part may be too small (`_size`).
+    """
+    more = int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True))
+    partial = not view.flag((*_CONFIG, "drop_last_partial_validation_sequence"), True)
+    for part, first, end in parts_of(split, len(index)):
+        tokens = int(index.lengths[first:end].sum(dtype=np.int64))
+        once = not share and not (partial and part == PARTS[1])
+        least = built.number("seq_length", 1) + more if once else 2
+        if first == end:
+            wrong = (
+                f"gets none of the {len(index):,} documents of {prefix}, and MindFormers counts the tokens of such a"
+            )
+            found.error(_SPLIT, f"the {part} part {wrong} part without end", f"write {_ALL!r}")
+            return False
+        if part != PARTS[0] and tokens < least:
+            wrong = f"has only {tokens:,} tokens of {prefix}, but MindFormers makes no data set of fewer than {least:,}"
+            found.error(_SPLIT, f"the {part} part {wrong}", f"write {_ALL!r}")
+            return False
+    return True
 
 
 def _sources(view: View, found: Findings) -> None:
@@ -222,7 +244,8 @@ def _samples(prefixes: list[str], read: Corpora, view: View, found: Findings) ->
     """
     samples, batch, steps, path = view.samples, view.global_batch, view.ramp.steps_of, (*LOADER, "sizes")
     guard = spike_guard.Settings.look(view.get(_GUARD))[0]
-    needed = count(guard.skipped) + guard.rollbacks * guard.skip * batch if guard else 0
+    # a run that goes on may have left out what it had to spare
+    needed = (count(guard.skipped) or guard.rollbacks * guard.skip * batch) if guard else 0
 
     def nearest(counts: Iterable[int], otherwise: str) -> str:
         fit = (each for each in counts if each >= batch and not read.too_small(each))
@@ -291,7 +314,8 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
         wrong = (
             f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
         )
-        found.warning((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
+        tell = found.error if view.get(_BALANCE) not in (None, False) else found.warning  # the plugin ends the run
+        tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
 
 def _asked(samples: int, share: float, weighted: bool) -> int | None:
@@ -345,32 +369,34 @@ def _of_another(index: IndexReader, documents: np.ndarray, samples: np.ndarray, 
     return not np.array_equal(begins, seq * np.arange(len(places)))
 
 
-def _documents(lengths: np.ndarray, asked: int | None, view: View, built: Built, found: Findings) -> None:
-    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
-    MindFormers drops the last end in silence, with two more the run stops. Context parallelism needs the last entry as
-    padding.
+def _documents(lengths: np.ndarray, asked: int | None, built: Built) -> tuple[float, int]:
+    """Return how many documents a sample holds on average, and a number that no sample exceeds.
 
     Args:
         lengths: the tokens of each document. asked: the number of samples for which the corpus is asked.
     """
-    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(lengths):
+    seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    epochs = max(1, -(-((asked or 0) * seq + 1) // tokens))
+    return seq * len(lengths) / tokens, _most_documents(lengths, seq, epochs)
+
+
+def _room(documents: list[tuple[float, int]], view: View, found: Findings) -> None:
+    """Check that the samples of all corpora fit the compressed mask, which has room for eod_pad_length documents per
+    sample. With one more MindFormers drops the last end in silence, with two more the run stops. Context parallelism
+    needs the last entry as padding.
+    """
+    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not documents:
         return
     path, algorithm = (*_CONFIG, "eod_pad_length"), view.get((*PARALLEL, "context_parallel_algo"), "colossalai_cp")
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
-    room, seq, tokens = view.mask_documents - padding, built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
-    mean = seq * len(lengths) / tokens
-    most = _most_documents(lengths, seq, max(1, -(-((asked or 0) * seq + 1) // tokens)))
-    most_entries = most + padding
+    room, mean, most = view.mask_documents - padding, *map(max, zip(*documents, strict=True))
+    wrong, enough = f"the mask has room for {room} documents per sample, but", most + padding
     if mean > room:
-        wrong = f"the mask has room for {room} documents per sample, but this data has {mean:.0f} on average"
-        found.error(
-            path, wrong, f"write more than {mean + padding:.0f}; {most_entries} is always enough", rule="eod_count"
-        )
+        right = f"write more than {mean + padding:.0f}; {enough} is always enough"
+        found.error(path, f"{wrong} this data has {mean:.0f} on average", right, rule="eod_count")
     elif most > room:
-        wrong = (
-            f"the mask has room for {room} documents per sample, but a sample of the shortest documents may hold {most}"
-        )
-        found.warning(path, wrong, f"write {most_entries}, which is always enough", rule="eod_count")
+        right = f"write {enough}, which is always enough"
+        found.warning(path, f"{wrong} a sample of the shortest documents may hold {most}", right, rule="eod_count")
 
 
 def _most_documents(lengths: np.ndarray, seq: int, epochs: int) -> int:
