@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType, UnionType
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 from plugins.errors import RecipeError, did_you_mean, refuse_unknown
 
+MOST = {int: 1_000_000_000, float: 1e30}  # numbers without a limit `below` are smaller
 S = TypeVar("S", bound="Section")
 WATCHES = ("nothing", "watches, does not train")  # what a change means for training: a group of `tc3 recipe diff`, why
 
@@ -97,6 +97,20 @@ class Section:
         return [get_origin(each) or each for each in united if each is not NoneType]
 
     @classmethod
+    def number_problem(cls, name: str, value: float) -> tuple[str, str] | None:
+        """Return (what is wrong, what to write) for a number that a key does not allow; None if the key allows it, or
+        if there is no such key, or its values are no numbers.
+        """
+        if name not in {each.name for each in fields(cls)} or not set(cls.kinds(name)) & MOST.keys():
+            return None
+        try:
+            cls._value(name, value)
+        except RecipeError as error:
+            wrong, _, right = error.wrong.partition("; ")
+            return wrong, right
+        return None
+
+    @classmethod
     def _value(cls, name: str, value: Any) -> Any:
         limits = next(each.metadata for each in fields(cls) if each.name == name)
         if value is None and limits.get("null"):
@@ -121,14 +135,21 @@ def _plain(value: Any, kinds: list[type], limits: Mapping[str, Any]) -> Any:
             )
         return value
     fits = type(value) in kinds or (float in kinds and type(value) is int)
-    if fits and float in kinds and abs(value) > sys.float_info.max:  # an integer of that size is no float
-        fits = False
-    if fits and not isinstance(value, str):
+    if fits and type(value) in MOST:
+        most = MOST[float if float in kinds else int]
+        if "below" not in limits and value >= most:
+            raise RecipeError(f"{_short(value)} is too large; write less than {most:,}")
         fits = limits.get("least", -math.inf) <= value < limits.get("below", math.inf)
         fits = fits and value > limits.get("above", -math.inf)
     if not fits:
-        raise RecipeError(f"{value!r} is not allowed; {limits['right']}")
+        raise RecipeError(f"{_short(value)} is not allowed; {limits['right']}")
     return float(value) if float in kinds else value
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message, without most digits of a number that has many."""
+    text = repr(value)
+    return text if len(text) <= 30 or type(value) not in MOST else f"{text[:12]}... ({len(text)} digits)"
 
 
 def settings_of(name: str) -> type[Section]:

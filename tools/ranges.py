@@ -105,7 +105,8 @@ _FACTOR = Range(0, 10_000, whole=False)
 _RATE = Range(0, 100, whole=False)
 _TOKEN_ID = Range(-1_000_000_000, 1_000_000_000)
 # what numbers of a recipe may be, by key, or by section and key where one name means two things. Wide: zero and
-# negative numbers pass wherever MindFormers gives them a meaning. What else MindFormers refuses is `tools.check`'s.
+# negative numbers pass wherever MindFormers gives them a meaning. What else MindFormers refuses is `tools.check`'s, and
+# the ranges of plugins' settings stand in the classes of the settings.
 RECIPE: dict[str, Range] = {
     **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "expert_parallel"), RANGES["devices"]),
     **dict.fromkeys(("pipeline_stage", "seq_split_num", "ulysses_degree_in_cp"), Range(1, 1_000)),
@@ -162,21 +163,16 @@ RECIPE: dict[str, Range] = {
     **dict.fromkeys(("beta_fast", "beta_slow"), Range(0, 1_000_000, whole=False)),
     **dict.fromkeys(("rope_theta", "rotary_base"), Range(0, 1e15, whole=False, above=True)),
     **dict.fromkeys(("rotary_scaling_factor", "rope_scaling.factor"), Range(0, 1_000_000, whole=False, above=True)),
-    **dict.fromkeys(("held_out_loss.samples", "held_out_loss.every"), Range(1, 1_000_000_000)),
-    "attention_balance.window": RANGES["window"],
-    **dict.fromkeys(("attention_balance.per_pair", "attention_balance.per_token"), Range(0, 1e30, whole=False)),
-    **dict.fromkeys(("spike_guard.window", "spike_guard.skip", "spike_guard.rollbacks"), Range(1, 1_000_000)),
-    "spike_guard.threshold": Range(0, 1e6, whole=False, above=True),
-    "spike_guard.skipped": _COUNT,
-    **dict.fromkeys(("ep_overlap.chunks", "ep_overlap.stride"), Range(0, 100_000)),
 }
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
     """Return the range of allowed values of a number in a recipe, given its key path without list indices; return None
-    if no range is defined.
+    if no range is defined, as for the settings of a plugin, whose class defines it.
     """
-    return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
+    if not words or words[0] == "plugins":
+        return None
+    return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1])
 
 
 class Number(click.ParamType):

@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 import filecmp
 import json
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -42,6 +41,7 @@ from plugins.sealed_checkpoint.plan import global_batch_of, made
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
+from tools.data.blend import asked_of
 from tools.data.index import map_lengths, read_blend, training_share
 from tools.files.atomic import sampled_digest, whole_digest, write_atomically
 from tools.recipe.load import Recipe, load_recipe
@@ -59,14 +59,12 @@ _DATA_FILES = (*LOADER, "data_files")
 _BALANCE, RAMP = ("plugins", "attention_balance"), ("plugins", "batch_ramp")
 _WINDOW = (*_BALANCE, "window")
 _SLOW_INDEX = 2 << 30  # bytes of index that take seconds to read
-_BLEND_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
 _WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
 _MEGATRON_KEYS = (  # with MindFormers' defaults
     ((*LOADER, "datasets_type"), "GPTDataset"),
     ((*CONFIG, "seed"), 1234),
     ((*CONFIG, "seq_length"), None),
     ((*CONFIG, "split"), None),
-    ((*CONFIG, "train_data_path"), None),
     ((*CONFIG, "add_extra_token_to_sequence"), True),
 )
 _OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
@@ -264,7 +262,7 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     if weights is None:
         wanted = [samples] if len(prefixes) == 1 else []
     else:
-        wanted = [math.ceil(samples * (weight / sum(weights)) * _BLEND_MARGIN) for weight in weights]
+        wanted = [asked_of(samples, weight / sum(weights)) for weight in weights]
     length = view.number((*CONFIG, "seq_length"), 1)
     share = training_share(str(view.get((*CONFIG, "split"), "1")))
     return [

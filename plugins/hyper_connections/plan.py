@@ -61,7 +61,7 @@ class Settings(Section):
     initial_scale: float = setting(
         0.01,
         "what `hc_scale` begins with: the weight of the dynamic part of the gates",
-        "write a number of at least 0",
+        "write a number from 0 to below 1,000,000",
         least=0,
         below=1e6,
     )

@@ -12,6 +12,8 @@ import pytest
 from plugins import ADAPTERS
 from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
 from plugins.settings import Section, setting, settings_of
+from tools.ranges import recipe_range
+from tools.recipe.load import number_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,8 +57,22 @@ def test_numbers():
 
 
 def test_an_integer_that_is_too_large_for_a_float():
-    with pytest.raises(RecipeError, match=r"^plugins\.spike_guard\.threshold: 10+ is not allowed; write a number of"):
+    too_large = r"^plugins\.spike_guard\.threshold: 10{11}\.\.\. \(401 digits\) is too large; write less than 1e\+30$"
+    with pytest.raises(RecipeError, match=too_large):
         settings_of("spike_guard").read({"threshold": 10**400})
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("value", [-1, 0, 0.5, 1, 3, 17, 101, 10**6, 10**9, 1e30, 10**400])
+def test_every_command_refuses_the_numbers_that_a_plugin_refuses(name, value):
+    section = settings_of(name)
+    for each in fields(section):
+        if {int, float} & set(section.kinds(each.name)):
+            said = section.look({each.name: value})[1]
+            refusals = [error.key for error in said if re.search("is not allowed|is too large", error.wrong)]
+            path = ("plugins", name, each.name)
+            assert (number_problem(path, value) is not None) == (".".join(path) in refusals)
+            assert recipe_range(path) is None, "the section of a plugin has the only range"
 
 
 def test_all_that_is_wrong_is_found():

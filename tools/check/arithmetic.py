@@ -9,6 +9,7 @@ not compile.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from plugins.batch_ramp.plan import scheduled
@@ -22,7 +23,7 @@ from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
-_STRATEGY = ("parallel", "dataset_strategy")
+_STRATEGY, _BROADCAST = ("parallel", "dataset_strategy"), (*LOADER, "use_broadcast_data")
 _SHARD_SIZE = ("parallel", "parallel_optimizer_config", SHARD)
 
 
@@ -68,14 +69,14 @@ def _experts(view: View, built: Built, found: Findings) -> None:
         wrong = f"the list does not describe {layers} layers of which the first {dense} are dense"
         found.error((*MODEL, "moe_layer_freq"), wrong, "leave the key out", rule="layer_freq_list")
     if experts and view.parallel:
+        both = math.gcd(experts, view.dp * view.tp)
+        right = f"write {max(each for each in range(1, min(both, view.ep) + 1) if both % each == 0)}"
         if experts % view.ep:
             wrong = f"{experts} experts cannot be divided over {view.ep} ranks"
-            found.error(
-                (*PARALLEL, "expert_parallel"), wrong, "write a divisor of the number of experts", rule="ep_experts"
-            )
+            found.error((*PARALLEL, "expert_parallel"), wrong, right, rule="ep_experts")
         if view.dp * view.tp % view.ep:
             wrong = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}"
-            found.error((*PARALLEL, "expert_parallel"), wrong, rule="ep_devices")
+            found.error((*PARALLEL, "expert_parallel"), wrong, right, rule="ep_devices")
     elif view.parallel and view.ep > 1 and not experts:
         found.error((*PARALLEL, "expert_parallel"), "the model has no experts", "write 1")
 
@@ -295,12 +296,16 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
 
 def _strategy(view: View, found: Findings) -> None:
     """Check dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
-    strategy = view.get(_STRATEGY)
+    strategy, advice = view.get(_STRATEGY), f"write [[{view.dp}, 1], ...]" + ", or leave the key out" * view.megatron
+    asks = view.megatron or (view.get((*LOADER, "type")) == "HFDataLoader" and view.flag(_BROADCAST, True))
+    if view.full_batch and asks and view.devices > 1:
+        wrong = "'full_batch' is not a list of lists of numbers, by which the loader finds the ranks that read data"
+        found.error(_STRATEGY, wrong, advice, rule="strategy_whole")
+        return
     if strategy is None or (strategy == "full_batch" and view.flag(("parallel", "full_batch"), True)):
         return
     if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
-        wrong = f"{strategy!r} is not a list of lists of numbers"
-        found.error(_STRATEGY, wrong, f"write [[{view.dp}, 1], ...], or leave the key out", rule="strategy_list")
+        found.error(_STRATEGY, f"{strategy!r} is not a list of lists of numbers", advice, rule="strategy_list")
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
     if wrong_rows:
@@ -430,16 +435,20 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
     heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
     tp = view.tp if view.parallel else 1
     ulysses = view.number(DEGREE, 1) if view.parallel else 1
+    latent = bool(built.fields.get("multi_latent_attention"))
+    groups = 0 if latent else built.number("num_query_groups")
+    right = f"write {math.gcd(heads, groups, tp)}"
     if heads % tp:
         wrong = f"{heads} heads cannot be divided over {tp} tensor-parallel ranks"
-        found.error((*PARALLEL, "model_parallel"), wrong, rule="heads_tp")
+        found.error((*PARALLEL, "model_parallel"), wrong, right, rule="heads_tp")
     elif heads % (tp * ulysses):
         wrong = f"{heads} heads cannot be divided over model_parallel x ulysses_degree_in_cp = {tp} x {ulysses}"
         found.error(DEGREE, wrong, "write a smaller degree", rule="heads_cp")
     if view.parallel and view.cp % max(ulysses, 1):
-        found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
+        fit = f"write {math.gcd(ulysses, view.cp, heads // math.gcd(heads, tp))}"
+        found.error(DEGREE, f"{ulysses} does not divide context_parallel {view.cp}", fit, rule="heads_cp")
     _ulysses(view, built, found)
-    if built.fields.get("multi_latent_attention"):
+    if latent:
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
             wrong = f"is larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
@@ -456,14 +465,11 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
             tell = found.warning if view.get((*MODEL, "multi_latent_attention")) else found.error
             tell((*MODEL, "num_key_value_heads"), wrong, right)
     else:
-        groups = built.number("num_query_groups")
         if groups and heads % groups:
             found.error((*MODEL, "num_key_value_heads"), f"{heads} heads cannot be divided into {groups} groups")
         if groups and groups % tp:
-            found.error(
-                (*PARALLEL, "model_parallel"),
-                f"{groups} key-value heads cannot be divided over {tp} tensor-parallel ranks",
-            )
+            wrong = f"{groups} key-value heads cannot be divided over {tp} tensor-parallel ranks"
+            found.error((*PARALLEL, "model_parallel"), wrong, right)
         if heads and hidden % heads:  # even where head_dim is given
             found.error((*MODEL, "num_attention_heads"), f"hidden_size {hidden} cannot be divided by {heads} heads")
 

@@ -7,7 +7,7 @@ errors only with `here` (the run starts on this machine). A file on which the co
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import numpy as np
 from plugins.attention_balance.samples import padding_under
 from plugins.errors import CheckpointError, DataError
 from plugins.held_out_loss.plan import paths_of
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.ledger import count
 from tools.check.conflicts import NOT_AGAIN
 from tools.checkpoint.stored import refuse_moved
-from tools.data.index import IndexReader, empty_part, map_lengths, read_blend, training_share
+from tools.data.blend import Corpora, asked_of
+from tools.data.index import PARTS, IndexReader, parts_of, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, look
@@ -27,7 +30,8 @@ from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
 _PATH, _SPLIT, _ALL = (*_CONFIG, "data_path"), (*_CONFIG, "split"), "1, 0, 0"
-_HELD_OUT, _VOCABULARY = ("plugins", "held_out_loss"), (*MODEL, "vocab_size")
+_HELD_OUT, _GUARD, _BALANCE = (("plugins", name) for name in ("held_out_loss", "spike_guard", "attention_balance"))
+_VOCABULARY = (*MODEL, "vocab_size")
 _BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_compressed_eod_mask")
 _ORDER = ("dataset_path", "split", "num_samples", "random_seed", "sequence_length")  # what MindFormers finds it by
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
@@ -68,55 +72,77 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
     except DataError as error:
         found.error(_SPLIT, f"{split!r}: {error}")
         split = _ALL
-    corpora = _corpora(view.get(_PATH), found)
+    corpora, tokens = _corpora(view.get(_PATH), found), {}
+    documents: list[tuple[float, int]] = []
     for prefix, share in corpora:
+        asked = _asked(view.samples, share, len(view.get(_PATH)) > len(corpora))
         if (index := _opened(prefix, _PATH, found, missing)) is not None:
             used = index.lengths[: round(training_share(split) * len(index))]
             if not len(index):
                 _size(used, prefix, _PATH, share, view, built, found)
                 continue
-            if part := empty_part(split, len(index)):
-                wrong = (
-                    f"the {part} part gets none of the {len(index):,} documents of {prefix}, and MindFormers counts "
-                    "the tokens of such a part without end"
-                )
-                found.error(_SPLIT, wrong, f"write {_ALL!r}")
-            elif len(used):
+            if _parts(index, prefix, share, split, view, built, found) and len(used):
+                tokens[prefix] = int(used.sum(dtype=np.int64))
                 _size(used, prefix, _PATH, share, view, built, found)
-                _documents(used, share * view.samples, view, built, found)
+                documents.append(_documents(used, asked, built))
             _tokens(index, prefix, view, built, found)
-            weighted = len(view.get(_PATH)) > len(corpora)
-            _kept_order(index, prefix, _PATH, view, found, (view.get(_SPLIT), _asked(view.samples, share, weighted)))
-    if corpora and not any(share for _, share in corpora):
-        _one_pass([prefix for prefix, _ in corpora], view, built, found)
+            _kept_order(index, prefix, _PATH, view, found, (view.get(_SPLIT), asked))
+    if corpora and all(prefix in tokens for prefix, _ in corpora):
+        _samples([prefix for prefix, _ in corpora], _as_read(corpora, tokens, view, built), view, found)
     path = (*_HELD_OUT, "data_path")
     for prefix in paths_of(look(view.get(_HELD_OUT), ("data_path",))):
         there = all(Path(prefix + end).is_file() for end in (".bin", ".idx"))
         index = _opened(prefix, path, found, missing) if there else None
-        if index is not None and not len(index):
+        if index is not None and index.tokens < 2:
             _size(index.lengths, prefix, path, 1.0, view, built, found)
         elif index is not None:
             samples = view.number((*_HELD_OUT, "samples"), view.global_batch)
-            _documents(index.lengths, samples, view, built, found)
+            asked = _asked(samples, 1.0, True)
+            documents.append(_documents(index.lengths, asked, built))
             _tokens(index, prefix, view, built, found)
-            _kept_order(index, prefix, path, view, found, (_ALL, _asked(samples, 1.0, True)))
+            _kept_order(index, prefix, path, view, found, (_ALL, asked))
+    _room(documents, view, found)
+
+
+def _parts(
+    index: IndexReader, prefix: str, share: float, split: str, view: View, built: Built, found: Findings
+) -> bool:
+    """Return whether MindFormers can make a data set of each part of a corpus, also of those that are not trained; the
+    training part may be too small (`_size`).
+    """
+    more = int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True))
+    partial = not view.flag((*_CONFIG, "drop_last_partial_validation_sequence"), True)
+    for part, first, end in parts_of(split, len(index)):
+        tokens = int(index.lengths[first:end].sum(dtype=np.int64))
+        once = not share and not (partial and part == PARTS[1])
+        least = built.number("seq_length", 1) + more if once else 2
+        if first == end:
+            wrong = (
+                f"gets none of the {len(index):,} documents of {prefix}, and MindFormers counts the tokens of such a"
+            )
+            found.error(_SPLIT, f"the {part} part {wrong} part without end", f"write {_ALL!r}")
+            return False
+        if part != PARTS[0] and tokens < least:
+            wrong = f"has only {tokens:,} tokens of {prefix}, but MindFormers makes no data set of fewer than {least:,}"
+            found.error(_SPLIT, f"the {part} part {wrong}", f"write {_ALL!r}")
+            return False
+    return True
 
 
 def _sources(view: View, found: Findings) -> None:
     """Check the keys that name corpora: MindFormers divides those of `data_path` by `split`, or reads other corpora for
-    each part.
+    each part, which tc3 does not support because `data_path` names the same corpora.
     """
     parts = [(*_CONFIG, f"{part}_data_path") for part in ("train", "valid", "test")]
-    written = [path for path in parts if view.get(path)]
-    if written and (view.get(_PATH) is not None or view.get(_SPLIT) is not None):
-        right = "leave split out" if view.get(_PATH) is None else "leave this key out"
-        found.error(written[0], "MindFormers refuses this key beside data_path or split", right)
-    elif parts[0] in written:
-        wrong = "tc3 neither checks these corpora nor compares them before a resume"
-        found.warning(parts[0], wrong, "write data_path and split instead")
-    elif view.get(_PATH) is None:
+    written = [path for path in parts if view.get(path) is not None]
+    named = view.get(_PATH) is not None
+    for path in written:
+        wrong = "MindFormers refuses this key beside data_path or split, and tc3 reads only the corpora of data_path"
+        renamed = path == parts[0] and not named
+        found.error(path, wrong, f"name it data_path, with split: {_ALL!r}" if renamed else "leave this key out")
+    if not named and parts[0] not in written:
         found.error(_PATH, "the recipe names no corpus to train on", "write ['1', PREFIX]")
-    elif view.get(_SPLIT) is None:
+    elif named and view.get(_SPLIT) is None:
         found.error(_SPLIT, "the key is missing, and MindFormers needs it beside data_path", f"write {_ALL!r}")
 
 
@@ -156,7 +182,7 @@ def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
             _PATH, f"in this list of length {len(value)} a weight has no prefix", "write ['1', PREFIX]", rule="blend"
         )
         return []
-    shares = [weight / sum(weights) for weight in weights] if weights else [float(len(prefixes) == 1)] * len(prefixes)
+    shares = (np.array(weights) / np.sum(weights)).tolist() if weights else [float(len(prefixes) == 1)] * len(prefixes)
     return list(zip(prefixes, shares, strict=True))
 
 
@@ -189,35 +215,67 @@ def _size(
     lengths: np.ndarray, prefix: str, path: KeyPath, share: float, view: View, built: Built, found: Findings
 ) -> None:
     """Check the documents of a corpus that are trained on against sequence length and the recipe's number of
-    samples.
+    samples. A corpus with a share of the samples is repeated until it has as many.
     """
     seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
-    if tokens <= seq:
-        found.error(path, f"{prefix} holds {tokens:,} tokens, but one sample needs {seq + 1:,}", "use more data")
+    if tokens <= (1 if share else seq):
+        needed = "MindFormers needs at least 2" if share else f"one sample needs {seq + 1:,}"
+        found.error(path, f"{prefix} holds {tokens:,} tokens, but {needed}", "use more data")
     elif (wanted := share * view.samples * seq) > 8 * tokens:
         part = f"{100 * share:.3g} % of " if share < 1 else ""
         passes = f"{wanted / tokens:.0f} times the {tokens:,} tokens of {prefix}"
         found.warning((*LOADER, "sizes"), f"{part}{view.samples:,} samples repeat {passes}")
 
 
-def _one_pass(prefixes: list[str], view: View, built: Built, found: Findings) -> None:
-    """Check that corpora without weights hold as many samples as the recipe trains; otherwise the run ends early."""
-    split, sizes = view.get((*_CONFIG, "split")), view.get((*LOADER, "sizes"))
-    try:
-        share = training_share(split if isinstance(split, str) else "1")
-        lengths = [map_lengths(prefix) for prefix in prefixes]
-    except DataError:
-        return  # it is said of the corpus, or of the split
-    used = (int(np.sum(each[: round(share * len(each))], dtype=np.int64)) for each in lengths)
-    more = int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True))
-    held = sum(max(tokens - more, 0) // built.number("seq_length", 1) for tokens in used)
-    steps = view.ramp.steps_of
-    if isinstance(sizes, list) and sizes and type(sizes[0]) is int and steps(sizes[0]) > steps(held):
+def _as_read(corpora: list[tuple[str, float]], tokens: dict[str, int], view: View, built: Built) -> Corpora:
+    """Return the corpora of `data_path`, which has weights if it is longer than the list of its prefixes."""
+    weighted = len(view.get(_PATH)) > len(corpora)
+    return Corpora(
+        tuple(tokens[prefix] for prefix, _ in corpora),
+        tuple(share for _, share in corpora) if weighted else None,
+        built.number("seq_length", 1),
+        int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True)),
+    )
+
+
+def _samples(prefixes: list[str], read: Corpora, view: View, found: Findings) -> None:
+    """Check that the corpora have the samples that MindFormers takes of them, and those with which
+    `plugins.spike_guard` may have to replace others.
+    """
+    samples, batch, steps, path = view.samples, view.global_batch, view.ramp.steps_of, (*LOADER, "sizes")
+    guard = spike_guard.Settings.look(view.get(_GUARD))[0]
+    # a run that goes on may have left out what it had to spare
+    needed = (count(guard.skipped) or guard.rollbacks * guard.skip * batch) if guard else 0
+
+    def nearest(counts: Iterable[int], otherwise: str) -> str:
+        fit = (each for each in counts if each >= batch and not read.too_small(each))
+        other = next((each for each in fit if read.spare(each, needed) == needed), 0)
+        return f"write {other:,} samples, or {otherwise}" if other else otherwise
+
+    if not samples:
+        return
+    if small := read.too_small(samples):
+        corpus, held, taken = small
+        exact = read.exact(samples)
+        (found.error if exact else found.warning)(
+            path,
+            f"for {samples:,} samples MindFormers takes {'' if exact else 'up to '}{taken:,} of {prefixes[corpus]}, of "
+            f"which it reads whole passes with only {held:,}; then the run ends before its first step",
+            nearest(range(samples + batch, samples + 20 * batch, batch), "write another number of samples"),
+        )
+    elif steps(samples) > steps(held := read.size(samples)):
         found.error(
-            (*LOADER, "sizes"),
-            f"{sizes[0]:,} samples are more than the {held:,} of one pass over the corpora of data_path, which "
+            path,
+            f"{samples:,} samples are more than the {held:,} of one pass over the corpora of data_path, which "
             "MindFormers reads only once if they have no weights, so that the run would end early",
-            f"write at most {held:,} samples, or a weight before each prefix",
+            nearest([held - needed], "write a weight before each prefix"),
+        )
+    elif (spare := read.spare(samples, needed)) < needed:
+        found.error(
+            path,
+            f"the data has only {spare:,} samples beyond the {samples:,} to be trained, but {'.'.join(_GUARD)} may "
+            f"leave out {needed:,}; then the run ends before its first step",
+            nearest(range(samples - batch, samples - 20 * batch, -batch), "add data"),
         )
 
 
@@ -256,7 +314,8 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
         wrong = (
             f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
         )
-        found.warning((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
+        tell = found.error if view.get(_BALANCE) not in (None, False) else found.warning  # the plugin ends the run
+        tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
 
 def _asked(samples: int, share: float, weighted: bool) -> int | None:
@@ -264,7 +323,7 @@ def _asked(samples: int, share: float, weighted: bool) -> int | None:
     one pass.
     """
     if weighted:
-        return math.ceil(samples * share * 1.005)
+        return asked_of(samples, share)
     return samples or None if share else None
 
 
@@ -310,33 +369,34 @@ def _of_another(index: IndexReader, documents: np.ndarray, samples: np.ndarray, 
     return not np.array_equal(begins, seq * np.arange(len(places)))
 
 
-def _documents(lengths: np.ndarray, samples: float, view: View, built: Built, found: Findings) -> None:
-    """Check that samples fit the compressed mask, which has room for eod_pad_length documents per sample. With one more
-    MindFormers drops the last end in silence, with two more the run stops. Context parallelism needs the last entry as
-    padding.
+def _documents(lengths: np.ndarray, asked: int | None, built: Built) -> tuple[float, int]:
+    """Return how many documents a sample holds on average, and a number that no sample exceeds.
 
     Args:
-        lengths: the tokens of each document. samples: the number of samples that are read of them.
+        lengths: the tokens of each document. asked: the number of samples for which the corpus is asked.
     """
-    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(lengths):
+    seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
+    epochs = max(1, -(-((asked or 0) * seq + 1) // tokens))
+    return seq * len(lengths) / tokens, _most_documents(lengths, seq, epochs)
+
+
+def _room(documents: list[tuple[float, int]], view: View, found: Findings) -> None:
+    """Check that the samples of all corpora fit the compressed mask, which has room for eod_pad_length documents per
+    sample. With one more MindFormers drops the last end in silence, with two more the run stops. Context parallelism
+    needs the last entry as padding.
+    """
+    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not documents:
         return
     path, algorithm = (*_CONFIG, "eod_pad_length"), view.get((*PARALLEL, "context_parallel_algo"), "colossalai_cp")
     padding = padding_under(view.cp if view.parallel else 1, algorithm)
-    room, seq, tokens = view.mask_documents - padding, built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
-    mean = seq * len(lengths) / tokens
-    epochs = math.ceil((1.005 * samples * seq + 1) / tokens)  # a corpus with a weight is asked for 0.5 % more
-    most = _most_documents(lengths, seq, max(1, epochs))
-    most_entries = most + padding
+    room, mean, most = view.mask_documents - padding, *map(max, zip(*documents, strict=True))
+    wrong, enough = f"the mask has room for {room} documents per sample, but", most + padding
     if mean > room:
-        wrong = f"the mask has room for {room} documents per sample, but this data has {mean:.0f} on average"
-        found.error(
-            path, wrong, f"write more than {mean + padding:.0f}; {most_entries} is always enough", rule="eod_count"
-        )
+        right = f"write more than {mean + padding:.0f}; {enough} is always enough"
+        found.error(path, f"{wrong} this data has {mean:.0f} on average", right, rule="eod_count")
     elif most > room:
-        wrong = (
-            f"the mask has room for {room} documents per sample, but a sample of the shortest documents may hold {most}"
-        )
-        found.warning(path, wrong, f"write {most_entries}, which is always enough", rule="eod_count")
+        right = f"write {enough}, which is always enough"
+        found.warning(path, f"{wrong} a sample of the shortest documents may hold {most}", right, rule="eod_count")
 
 
 def _most_documents(lengths: np.ndarray, seq: int, epochs: int) -> int:

@@ -332,20 +332,19 @@ def training_share(split: str) -> float:
     return _shares(split)[0]
 
 
-def empty_part(split: str, documents: int) -> str:
-    """Return the name of the first part of a corpus that gets a share of its `documents` by `split`, but not one whole
-    document; "" if there is none.
+def parts_of(split: str, documents: int) -> list[tuple[str, int, int]]:
+    """Return (name, first document, end) for each part of a corpus that gets a share of its `documents` by `split`.
 
-    MindFormers 1.9.0 counts the passes over such a part without end (`GPTDataset._get_num_epochs`), whatever number of
-    samples is asked of it. Raises the errors of `training_share`.
+    Raises:
+        DataError: see `training_share`.
     """
-    begin = 0.0
+    found, begin = [], 0.0
     for name, share in zip(PARTS, _shares(split), strict=False):
         end = begin + share
-        if end > begin and round(begin * documents) == round(end * documents):
-            return name
+        if end > begin:
+            found.append((name, round(begin * documents), round(end * documents)))
         begin = end
-    return ""
+    return found
 
 
 def _shares(split: str) -> list[float]:

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
+from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader, TooLarge, small_text
 from tools.ranges import RANGES, Range, recipe_range
 
@@ -412,7 +414,7 @@ class Refusal(NamedTuple):
     def size(self) -> bool:
         """Return whether the number must be a whole number, such as a size from which other values are computed."""
         span = recipe_range(_words(self.path))
-        return span is None or span.whole
+        return self.path[0] != "plugins" and (span is None or span.whole)
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -453,6 +455,8 @@ def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is not a finite number", span.words if span else "write a number"
+    if path[:1] == ("plugins",) and len(path) == 3 and path[1] in ADAPTERS:
+        return settings_of(path[1]).number_problem(path[2], value)
     if span is None:
         large = isinstance(value, int) and abs(value) >= _INTEGERS
         return (f"{_short(value)} does not fit into 64 bits", "write a smaller number") if large else None

@@ -260,3 +260,13 @@ def test_shared_experts_of_another_width_than_their_number_says_are_warned_of():
     (found,) = with_shared(2, 64)
     assert found.severity == "warning" and "2 experts of moe_intermediate_size 64 are 128 wide together" in found.wrong
     assert with_shared(2, 128) == with_shared(2, None) == with_shared(1, 64) == []
+
+
+@pytest.mark.parametrize(("key", "degree"), [("expert_parallel", 3), ("expert_parallel", 6), ("expert_parallel", 32),
+                                             ("expert_parallel", 128), ("model_parallel", 3), ("model_parallel", 8),
+                                             ("model_parallel", 6)])  # fmt: skip
+def test_the_advice_for_a_degree_leads_to_no_second_error(key, degree):
+    recipe = put(put(SEMI, (*MODEL, "n_routed_experts"), 24), (*PARALLEL, "expert_parallel"), 2)
+    path = (*PARALLEL, key)
+    advice = re.fullmatch("write ([0-9]+)", findings(put(recipe, path, degree))[dotted(path)].right)
+    assert dotted(path) not in findings(put(recipe, path, int(advice[1])))

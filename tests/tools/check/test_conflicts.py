@@ -1,5 +1,6 @@
 """MindFormers' own relocation of experts: what is refused, and the demonstration that it is wrong. The micro-batches
-that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings. Rules of initial weights.
+that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute settings. Loaders that need the list of a
+dataset strategy. Rules of initial weights.
 """
 
 import types
@@ -10,8 +11,19 @@ import pytest
 from plugins import pipeline_layout
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.errors import RecipeError
-from tests.tools.check.mutations import MODEL, PARALLEL, put
-from tests.tools.check.test_rules import INTERLEAVED, MINI, PLAIN, SEMI, STAGES, TWO_CHUNKS, ZBV, change, findings
+from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
+from tests.tools.check.test_rules import (
+    INTERLEAVED,
+    MINI,
+    PLAIN,
+    SEMI,
+    STAGES,
+    TWO_CHUNKS,
+    ZBV,
+    change,
+    findings,
+    without,
+)
 from tests.tools.checkpoint.test_stored import saved
 from tools.check.check import check_recipe
 from tools.check.conflicts import KEYS
@@ -192,3 +204,14 @@ def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, re
     rules = [{"target": target, "init_method_std": 0.02}]
     key = (*MODEL, "param_init_std_rules")
     assert (dotted(key) in findings(change(MINI, (key, rules)))) == refused
+
+
+def test_loaders_need_a_list_to_find_the_ranks_that_read_data():
+    """`get_dp_from_dataset_strategy` of MindFormers' tools/utils.py raises an error for a text."""
+    strategy = ("parallel", "dataset_strategy")
+    whole = put(SEMI, strategy, "full_batch")
+    conversations = without(put(SEMI, LOADER, {"type": "HFDataLoader", "data_files": "x"}), "dataset_strategy")
+    for recipe in (without(whole, "full_batch"), put(whole, ("parallel", "full_batch"), True), conversations):
+        assert "by which the loader finds" in findings(recipe)[dotted(strategy)].wrong
+    for key, value in (("create_attention_mask", True), ("use_broadcast_data", False)):
+        assert dotted(strategy) not in findings(put(conversations, (*LOADER, key), value))

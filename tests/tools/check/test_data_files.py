@@ -15,6 +15,8 @@ from mindformers.dataset.dataloader.blended_megatron_dataloader import MegatronD
 
 from plugins.attention_balance.samples import build_gpt_index, segments_of
 from plugins.errors import RecipeError
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.adapter import spare_of
 from tests.tools.check.mutations import LOADER, MODEL, put
 from tests.tools.check.test_mutations import ROOT, plain
 from tools.accuracy.collectives import sharded_recipe
@@ -22,6 +24,7 @@ from tools.accuracy.equivalence.strategies import one_worker
 from tools.check.check import check_recipe, require_sound
 from tools.data.index import IndexWriter
 from tools.recipe.load import dotted, load_recipe
+from tools.recipe.view import View
 
 MINI_FILE, MINI_TP2 = (ROOT / "recipes" / "mini" / name for name in ("pretrain.yaml", "pretrain_tp2.yaml"))
 MINI = plain(MINI_FILE)
@@ -117,6 +120,23 @@ def test_a_part_of_the_split_without_a_document(tmp_path, split, documents, part
     assert (f"the {part} part gets none of the {documents} documents" in found[key].wrong) if part else key not in found
 
 
+@pytest.mark.parametrize("weights", [("1",), ("1", "2"), ("", "")])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_of_the_split_without_a_sample(tmp_path, weights, whole):
+    """MindFormers refuses a blend without weights if one of its corpora has no sample in any part."""
+    prefixes = [write(tmp_path / name, [100] * 100) for name in "ab"][: len(weights)]
+    path = [entry for pair in zip(weights, prefixes, strict=True) for entry in pair if entry]
+    recipe, key = put(on(prefixes[0]), (*LOADER, "config", "data_path"), path), (*LOADER, "config", "split")
+    recipe = put(recipe, (*LOADER, "config", "drop_last_partial_validation_sequence"), whole)
+    for split in ("99, 1, 0", "98, 2, 0", "99, 0, 1"):
+        asked = put(recipe, key, split)
+        found = wrong(asked).get(dotted(key))
+        with pytest.raises(AssertionError) if found else nullcontext():
+            served(asked, kept=True)
+        expected = weights[0] == "" and (split == "99, 0, 1" or (split == "99, 1, 0" and whole))
+        assert bool(found) == expected
+
+
 def test_keys_that_name_no_corpus_or_one_twice(prefix):
     config = (*LOADER, "config")
 
@@ -129,11 +149,14 @@ def test_keys_that_name_no_corpus_or_one_twice(prefix):
     assert severities(data_path=None) == {"data_path": "error"}
     assert severities(split=None) == {"split": "error"}
     assert severities(train_data_path=["1", prefix]) == {"train_data_path": "error"}
-    assert severities(train_data_path=["1", prefix], data_path=None) == {"train_data_path": "error"}
+    both = {"train_data_path": "error", "valid_data_path": "error"}
+    assert severities(train_data_path=["1", prefix], valid_data_path=["1", prefix]) == both
     alone = put(put(on(prefix), (*config, "train_data_path"), ["1", prefix]), (*config, "data_path"), None)
-    assert wrong(alone)[f"{dotted(config)}.train_data_path"].right == "leave split out"
-    assert severities(train_data_path=["1", prefix], data_path=None, split=None) == {"train_data_path": "warning"}
-    assert severities(valid_data_path=["1", prefix], data_path=None, split=None) == {"data_path": "error"}
+    for recipe in (alone, put(alone, (*config, "split"), None)):
+        found = wrong(recipe)[f"{dotted(config)}.train_data_path"]
+        assert (found.severity, found.right) == ("error", "name it data_path, with split: '1, 0, 0'")
+    other = {"data_path": "error", "valid_data_path": "error"}
+    assert severities(valid_data_path=["1", prefix], data_path=None, split=None) == other
 
 
 def test_the_tokens_of_a_corpus_of_another_program(prefix):
@@ -309,9 +332,15 @@ def test_another_end_of_document(tmp_path):
 
 
 def test_too_few_tokens_for_one_sample(tmp_path):
+    """MindFormers repeats a corpus of which it needs a number of samples, and reads several without weights once."""
     assert "128" in str(MINI["model"]["model_config"]["seq_length"])
-    found = wrong(on(write(tmp_path / "data", [20])))
-    assert found["train_dataset.data_loader.config.data_path"].severity == "error"
+    key, one, small = (
+        "train_dataset.data_loader.config.data_path",
+        *(write(tmp_path / name, lengths) for name, lengths in (("one", [400] * 40), ("small", [20]))),
+    )
+    assert key not in wrong(on(small)) and len(served(on(small))[79][0]) == 128
+    assert wrong(put(on(one), (*LOADER, "config", "data_path"), [one, small, small]))[key].severity == "error"
+    assert "at least 2" in wrong(on(write(tmp_path / "token", [1])))[key].wrong
 
 
 def test_a_truncated_pair(prefix):
@@ -348,6 +377,9 @@ def test_a_sample_may_hold_a_document_of_each_epoch(tmp_path):
     prefix = write(tmp_path / "data", lengths)
     most = int(segments_of(build_gpt_index(np.array(lengths, np.int32), 2048, 81, 1234), 0, 80).counts().max())
     assert most > len(lengths) + 1, "more than one epoch has"
+    blend = ["1", write(tmp_path / "other", [300] * 200), "1", prefix]
+    both = put(compressed(prefix, most - 1), (*LOADER, "config", "data_path"), blend)
+    assert len([each for each in check_recipe(both).findings if each.key == ROOM]) == 1, "one advice for all corpora"
     said = wrong(compressed(prefix, most - 1))[ROOM]
     enough = int(re.search("hold ([0-9]+)", said.wrong)[1])
     assert said.severity == "warning" and enough >= most and ROOM not in wrong(compressed(prefix, enough))
@@ -400,11 +432,6 @@ def test_shares_of_a_blend_that_are_none(shares, prefix):
     assert "cannot be shares of the data" in found["train_dataset.data_loader.config.data_path"].wrong
 
 
-def test_a_split_that_leaves_nothing_to_train_on(prefix):
-    found = wrong(put(on(prefix), (*LOADER, "config", "split"), "0, 0, 0.0"))
-    assert "this value leaves no document for training" in found["train_dataset.data_loader.config.split"].wrong
-
-
 def test_passes_over_a_corpus_count_its_share_of_the_samples(tmp_path):
     """1,000 samples of 128 repeat 8 times and more over 16,000 tokens, or 1.6 where a fifth of the samples is taken."""
     small, large = write(tmp_path / "small", [400] * 40), write(tmp_path / "large", [400] * 400)
@@ -428,3 +455,46 @@ def test_corpora_without_weights_are_read_once(tmp_path):
     assert "the 134 of one pass" in wrong(put(part, sizes, [192, 0, 0]))[key].wrong
     for blend in (["1", two[0], "1", two[1]], two[:1]):
         assert key not in wrong(put(put(recipe, sizes, [192, 0, 0]), (*LOADER, "config", "data_path"), blend))
+
+
+@pytest.mark.parametrize(
+    ("blend", "lengths", "samples"),
+    [
+        ((0.9, *[0.01] * 10), ([43] * 275, *[[400] * 2] * 10), 100),  # 100 of 92 samples
+        ((0.9, *[0.01] * 10), ([43] * 300, *[[400] * 2] * 10), 100),  # of 100
+        ((7, 0.01, 0.01), ([263], [400] * 2, [431]), 152),
+        ((3, 1), ([129] * 20, [1290]), 24),
+        ((5, 4, 0.0001), ([400] * 9, [400] * 9, [130]), 1),  # the last corpus gives no sample
+    ],
+)
+def test_a_blend_takes_no_more_of_a_corpus_than_its_passes_have(tmp_path, blend, lengths, samples):
+    """MindFormers rounds up what it asks of each corpus, and deals out the sum by the shares."""
+    prefixes = [write(tmp_path / str(place), each) for place, each in enumerate(lengths)]
+    path = [entry for pair in zip(blend, prefixes, strict=True) for entry in pair]
+    recipe, key = put(on(prefixes[0]), (*LOADER, "config", "data_path"), path), "train_dataset.data_loader.sizes"
+    for count in range(samples, samples + 16):
+        asked = put(put(recipe, (*LOADER, "sizes"), [count, 0, 0]), ("runner_config", "batch_size"), 1)
+        found = [each for each in check_recipe(asked).errors if "of which it reads whole passes" in each.wrong]
+        with pytest.raises(IndexError, match="out of bounds") if found else nullcontext():
+            served(asked)
+        if found and (advice := re.match("write ([0-9,]+) samples", found[0].right)):
+            other = put(asked, (*LOADER, "sizes"), [int(advice[1].replace(",", "")), 0, 0])
+            assert key not in {each.key for each in check_recipe(other).errors}
+
+
+@pytest.mark.parametrize("weights", [None, ("1",), ("3", "1"), ("", "")])
+@pytest.mark.parametrize(
+    "guard", [{"rollbacks": 1, "skip": 2}, {"rollbacks": 1}, {"rollbacks": 1, "skipped": [[3, 20]]}]
+)
+def test_samples_in_the_place_of_those_that_the_spike_guard_leaves_out(tmp_path, weights, guard):
+    """The plugin ends a run at its beginning if the data has too few."""
+    prefixes = [write(tmp_path / name, [400] * 13) for name in "ab"][: len(weights or "1")]
+    path = [entry for pair in zip(weights or ("",), prefixes, strict=True) for entry in pair if entry]
+    recipe = put(on(prefixes[0]), (*LOADER, "config", "data_path"), path)
+    recipe = put(recipe, ("plugins",), {"spike_guard": {"rollbacks": 1, **guard}})
+    skipped, steps, batch = spike_guard.read(guard).skipped, guard.get("skip", 1), View(recipe).global_batch
+    for samples in range(batch, 81, 2):
+        asked = put(recipe, (*LOADER, "sizes"), [samples, 0, 0])
+        needed = 0 if skipped else steps * batch  # a run that goes on may have left out what it had to spare
+        spare = spare_of(served(asked, kept=True), skipped, samples, needed)
+        assert (spare < needed) == any("spike_guard may leave out" in each.wrong for each in check_recipe(asked).errors)

@@ -5,6 +5,7 @@ import yaml
 
 from plugins import ADAPTERS
 from plugins.errors import ClusterError
+from tests.tools.check.test_data_files import write
 from tools.check import plugins
 from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
@@ -405,3 +406,15 @@ def test_a_rank_with_another_order_of_chunks_is_named(monkeypatch):
     monkeypatch.setattr(plugins, "programs_of", wrong)
     with pytest.raises(ClusterError, match="chunk"):
         plugins.check_dispatch(recipe)
+
+
+def test_documents_without_the_end_that_the_balance_of_attention_reads(tmp_path):
+    """The plugin ends the run; without it only masks are wrong."""
+    prefix = write(tmp_path / "data", [400] * 40)
+    (tmp_path / "data.json").unlink()
+    recipe = load_recipe("recipes/mini/pretrain_eod_balanced.yaml")
+    recipe["train_dataset"]["data_loader"]["config"].update(data_path=["1", prefix], eod=0, pad=-1)
+    key = "train_dataset.data_loader.config.eod"
+    for settings, severity in (({"window": 1}, "error"), (False, "warning")):
+        recipe["plugins"]["attention_balance"] = settings
+        assert [each.severity for each in check_recipe(recipe).findings if each.key == key] == [severity]

@@ -9,7 +9,6 @@ twice: by the cost of attention only, and by the cost of attention and of the wo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from plugins.attention_balance.samples import Cost, GPTIndex, causal_pairs, chec
 from plugins.errors import DataError, RecipeError
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, count
+from tools.data.blend import asked_of
 from tools.data.index import Blend, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.layout.resolve import sample_cost
@@ -34,7 +34,6 @@ from tools.recipe.view import LOADER, MODEL, View, require_resolved
 
 CONFIG = (*LOADER, "config")
 _PLUGIN, _GUARD = ("plugins", "attention_balance"), ("plugins", "spike_guard")
-_MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_get_size_per_split_per_dataset)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         sequence_length=length,
         seed=view.get((*CONFIG, "seed"), 1234),
         training_share=_training_share(view),
-        wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
+        wanted=asked_of(samples, 1.0) if blend and blend.weights else samples,
         steps=layout.steps(samples),
         layout=layout,
         cost=settings.cost or sample_cost(recipe),
