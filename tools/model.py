@@ -313,7 +313,8 @@ def _latent(model: Model) -> tuple[Weight, ...]:
         found += [Weight("q_down", mla.query_rank, h), Weight("q_up", query, mla.query_rank, "rows")]
         found += _bias("q_down", mla.query_rank, "", biased) + _bias("q_up", query, "rows", biased)
     else:
-        found += [Weight("q", query, h, "rows"), *_bias("q", query, "rows", biased)]
+        split = "" if model.joint_latent else "rows"  # MindFormers keeps the fused matrix whole
+        found += [Weight("q", query, h, split), *_bias("q", query, split, biased)]
     if model.qk_norm:
         found += _norm(model, "kv_norm", mla.kv_rank)
         found += _norm(model, "q_norm", mla.query_rank) if mla.query_rank else ()
@@ -345,8 +346,7 @@ def with_adapters(model: Model, kind: str, adapters: Adapters, shared_whole: boo
     for names in adapters.adapted if kind not in ("embedding", "head") else ():
         if parts := [by_name[name] for name in names if name in by_name]:
             first, rows = parts[0], sum(part.rows for part in parts)
-            cuts = {part.split for part in parts}
-            across, along = (split if cuts == {split} else "" for split in ("columns", "rows"))
+            across, along = (split if first.split == split else "" for split in ("columns", "rows"))
             found += [
                 Weight(f"{first.name}_lora_A", adapters.rank, first.columns, across),
                 Weight(f"{first.name}_lora_B", rows, adapters.rank, along),

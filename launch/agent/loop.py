@@ -27,7 +27,7 @@ from launch.agent.smaller import smaller
 from launch.resume.checkpoints import steps_done
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
-from plugins.errors import TC3Error
+from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import global_batch_of, made, progress
 from tools.checkpoint.scan import CheckpointInfo, newest_saved
 from tools.process.children import collected_signals
@@ -213,8 +213,9 @@ class Agent:
         began = time.monotonic()
 
         def given(attempt: Attempt) -> Verdict:
-            now, best = self.meeting.now(), newest_saved(self.job.saves)
-            saved = _saved(plan, best) if best else None
+            now, saved = self.meeting.now(), None
+            with suppress(CheckpointError):  # a file cannot be read: whoever goes on, or tells the end, says so
+                saved = _saved(plan, best) if (best := newest_saved(self.job.saves)) else None
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
         while (found := self.meeting.verdict(plan.attempt, given)) is None:

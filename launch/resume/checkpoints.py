@@ -193,12 +193,15 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
     """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another; a
-    command that wrote `checkpoint` elsewhere has kept the recipe in it.
+    command that wrote `checkpoint` elsewhere, perhaps in the folder of another run, has kept the recipe in it.
     """
     if real_path(checkpoint).parent == real_path(save_path(recipe)):
         return run_dir / "recipe.yaml"
     beside, kept = checkpoint.parent.parent / "recipe.yaml", checkpoint / KEPT
-    return kept if kept.exists() and not beside.exists() else beside
+    elsewhere = kept.exists() and (
+        not beside.exists() or load_recipe(kept).get("output_dir") != load_recipe(beside).get("output_dir")
+    )
+    return kept if elsewhere else beside
 
 
 def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:

@@ -136,7 +136,8 @@ def write_seal(
 ) -> Path:
     """Write atomically the seal of the files that rank `rank` wrote into `folder`: their sizes and checksums. Return
     the path of the written seal. The files are flushed to the disk first, so that a seal that is there after a power
-    cut is not that of lost files: older checkpoints are removed when all ranks have sealed a newer one.
+    cut is not that of lost files: older checkpoints are removed when all ranks have sealed a newer one. If only one
+    rank saves, what a broken save on more ranks has left in `folder` is removed first.
 
     Args:
         folder: the folder of one iteration.
@@ -149,6 +150,9 @@ def write_seal(
     Raises:
         CheckpointError: one of these files is missing, or the rank has no safetensors.
     """
+    if world_size == 1 and (left := [path for path in folder.glob("*-*.safetensors") if _world(path) not in (None, 1)]):
+        for path in (*left, folder / "metadata.json"):  # MindFormers writes none for one rank, and would load these
+            path.unlink(missing_ok=True)
     files = files_of_rank(folder, rank, world_size)
     missing = sorted({*expected} - {path.name for path in files})
     if missing:
@@ -251,17 +255,18 @@ def adopt(root: Path) -> list[Path]:
 def _is_there(root: Path, saved: Path) -> bool:
     """Return whether a complete checkpoint with the step of `saved` exists, and holds the same state of the run."""
     place = root / saved.name
-    return _has_all(place) and global_batch_of(place) == global_batch_of(saved)
+    whole = _has_all(place)
+    return whole is None or (whole and global_batch_of(place) == global_batch_of(saved))
 
 
-def _has_all(folder: Path) -> bool:
-    """Return whether a checkpoint is complete by its names, and all files have the sealed sizes; reading the seals of
-    all ranks takes long, and is done only for the few folders that are complete by their names.
+def _has_all(folder: Path) -> bool | None:
+    """Return whether a checkpoint is complete by its names, and all files have the sealed sizes; None if a file cannot
+    be read. Reading the seals of all ranks takes long, and is done only for folders that are complete by their names.
     """
     try:
         return _complete(folder) and fault(folder, checksums=False) is None
-    except CheckpointError:  # what cannot be read stays where it is
-        return False
+    except CheckpointError:  # what cannot be read stays where it is, and no other one takes its place
+        return None
 
 
 def renew_tracker(root: Path) -> None:
@@ -397,9 +402,13 @@ def files_in(folder: Path) -> list[Path]:
     which an earlier save on other ranks has broken off.
     """
     paths = sorted(folder.glob("*.safetensors"))
-    worlds = {path: int(found[1]) for path in paths if (found := _WORLD.search(path.name))}
-    sealed = world_of(folder) if len({*worlds.values()}) > 1 else None
-    return [path for path in paths if sealed is None or worlds.get(path, sealed) == sealed]
+    sealed = world_of(folder) if len({*map(_world, paths)} - {None}) > 1 else None
+    return [path for path in paths if sealed is None or _world(path) in (None, sealed)]
+
+
+def _world(file: Path) -> int | None:
+    found = _WORLD.search(file.name)
+    return int(found[1]) if found else None
 
 
 def checksum(path: Path) -> str:

@@ -271,6 +271,20 @@ def test_a_save_that_its_attempt_could_not_put_in_its_place_is_not_lost(tmp_path
     saved(tmp_path, 12, "0001-a", ranks=[0])
     assert plan.adopt(tmp_path) == [tmp_path / "iteration_00000008"] and not whole.exists()
     assert plan.fault(tmp_path / "iteration_00000008") is None and kept(tmp_path) == [8]
+
+
+def test_no_other_checkpoint_takes_the_place_of_one_that_cannot_be_read(tmp_path, monkeypatch):
+    """It may be whole, and was deleted."""
+    place, check = saved(tmp_path, 8, "0001-a"), plan._file_fault
+    place, later = plan.publish(place, tmp_path), saved(tmp_path, 8, "0002-b")
+
+    def failing(path, *more):
+        if path.parent == place:
+            raise OSError(5, "Input/output error", str(path))
+        return check(path, *more)
+
+    monkeypatch.setattr(plan, "_file_fault", failing)
+    assert plan.adopt(tmp_path) == [] and later.exists() and plan.made(place) == {"attempt": "0001-a"}
     assert (tmp_path / plan.TRACKER).read_text() == "8"
     again = saved(tmp_path, 8, "0000-b")
     assert plan.adopt(tmp_path) == [] and again.exists(), "what is whole stays"

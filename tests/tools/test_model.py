@@ -19,6 +19,7 @@ from tools.model import (
     Latent,
     Model,
     active_parameters,
+    attention_weights,
     flops_per_token,
     layer_size,
     model_of,
@@ -146,6 +147,14 @@ def test_mindformers_builds_as_many_weights_as_we_count(tmp_path):
     built = counted(paths.values())
     ours = {name: parameters(model_of(fields_of(variant(*VARIANTS[name])))) for name in VARIANTS}
     assert ours == {name: built[str(path)] for name, path in paths.items()}
+
+
+@pytest.mark.parametrize(("fused", "split"), [(False, "rows"), (True, "")])
+def test_queries_of_a_fused_matrix_are_whole_on_tensor_parallel_ranks(fused, split):
+    """As MindFormers' SequenceParallelLinear: memory and time were those of a matrix that tensor parallelism cuts."""
+    recipe = variant(MOE, {"q_lora_rank": None, "attention_bias": True, "mla_qkv_concat": fused})
+    found = {weight.name: weight.split for weight in attention_weights(model_of(fields_of(recipe)))}
+    assert {found[name] for name in ("q", "q_bias") if name in found} == {split} and found["kv_up"] == "rows"
 
 
 def fields_of(recipe):

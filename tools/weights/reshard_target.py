@@ -271,13 +271,8 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
         found: dict[str, Weight] = {}
         for weight in _weights(config, kind):
             name = path + _name(weight, names, config.model.norm_bias)
-            found[name] = _fused(found[name], weight) if name in found else weight
+            found[name] = replace(weight, rows=found[name].rows + weight.rows) if name in found else weight
         yield from found.items()
-
-
-def _fused(one: Weight, other: Weight) -> Weight:
-    """Return the weight that MindFormers has for both; only if both are cut in the same way, their rows are cut."""
-    return replace(one, rows=one.rows + other.rows, split=one.split if one.split == other.split else "")
 
 
 def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from launch.run.preflight import only_run_in
 from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.clock import Clock
+from tests.launch.agent.ends import A, attempt, end
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import Plan, Verdict, folder_of, read_attempts, write
@@ -390,6 +392,18 @@ def test_an_attempts_own_save_is_progress_although_what_it_began_from_is_gone(tm
     write_seal(folder, 0, 1, 52, made={"attempt": attempt})
     plan = Plan(2, 0.0, ["a"], 1, "a", 1, resume=str(tmp_path / "iteration_00000100"), step=100, name="0002-abc")
     assert (loop._saved(plan, CheckpointInfo(folder, 52)) > plan.step) == progress
+
+
+def test_a_checkpoint_that_cannot_be_read_hides_no_end(tmp_path, monkeypatch):
+    """The agent said only this, with exit code 2, although all steps were trained."""
+
+    def unread(root):
+        raise CheckpointError(f"{root}: this path cannot be read (Input/output error)")
+
+    monkeypatch.setattr(loop, "newest_saved", unread)
+    agent, over = Agent(job(tmp_path, 0)), attempt(end(A, 100, outcome="done"), hosts=[A])
+    agent.meeting = SimpleNamespace(now=lambda: 200.0, verdict=lambda number, decide: decide(over))
+    assert agent._verdict(over.plan).decision == "done"
 
 
 @pytest.mark.parametrize(("batch", "done"), [(4, 4), (8, 8), (16, 16)])

@@ -61,6 +61,10 @@ def test_the_recipe_that_is_kept_in_a_checkpoint_tells_the_order_of_the_data(tra
     code, _, err = train(TOY, *more, "--set", f"{seed}=2")
     assert code == 2 and len(runs) == 1 and f"differs from that of {folder / KEPT}: {seed} was 1, would be 2" in err
     assert train(TOY, *more)[0] == 0 and len(runs) == 2
+    other = (trained / "recipe.yaml").read_text().replace(str(trained), str(workplace / "a"))
+    (workplace / "a" / "recipe.yaml").write_text(other.replace("seed: 1", "seed: 2"))
+    code, _, err = train(TOY, *more[:-1], "newer", "--set", f"{seed}=2")
+    assert code == 2 and f"differs from that of {folder / KEPT}: {seed} was 1" in err, "not that of the run around it"
 
 
 @pytest.mark.parametrize("wanted", ["50", "40"])

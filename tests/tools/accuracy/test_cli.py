@@ -27,6 +27,8 @@ from tests.tools.check.mutations import at, plain
 from tools.accuracy import collectives
 from tools.accuracy.align import sides
 from tools.accuracy.cli import _pairs, accuracy
+from tools.accuracy.dumps.compare import compare_dumps
+from tools.accuracy.dumps.read import open_dump
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.runs import make_corpus
 from tools.accuracy.operators.report import SPECS
@@ -151,17 +153,19 @@ def test_everything_on_this_cpu(tmp_path):
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_the_same_nan_on_both_sides_is_not_called_a_difference(tmp_path, task):
     """The command said that the result of this call differs."""
-    golden, other = run(1), run(1)
-    for steps in (golden, other):
+    golden, rounded, other = sides = run(1), run(1), run(1)
+    for steps in sides:
         steps[0]["Cell.layers.0.linear.Dense.forward.0"]["output"][0][0] = np.float32("nan")
+    rounded[0]["Cell.layers.0.linear.Dense.forward.0"]["output"][0][1:] *= np.float32(1 + 2**-22)
     other[0]["Cell.layers.1.linear.Dense.forward.0"]["output"][0][0] += 1
     folders = [
-        write_dump(tmp_path / name, each, task=task) for name, each in zip("abc", (golden, golden, other), strict=True)
+        write_dump(tmp_path / name, each, task=task) for name, each in zip("abcd", (golden, *sides), strict=True)
     ]
     done = [CliRunner().invoke(accuracy, ["compare", str(folders[0]), str(each)]) for each in folders[1:]]
-    assert [each.exit_code for each in done] == [1, 1]
-    assert "Both dumps have NaN, first Cell.layers.0.linear.Dense.forward.0.output.0: look" in done[0].output
-    assert "The initial loss is affected" in done[1].output
+    assert [each.exit_code for each in done] == [1, 1, 1]
+    for each in done[:2]:
+        assert "Both dumps have NaN, first Cell.layers.0.linear.Dense.forward.0.output.0: look" in each.output
+    assert "The initial loss is affected: layers.1.linear (Dense) is the first whose result differs" in done[2].output
 
 
 def test_dumps_of_different_layouts_are_said_to_be_so(tmp_path):
@@ -174,6 +178,7 @@ def test_dumps_of_different_layouts_are_said_to_be_so(tmp_path):
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     said = [CliRunner().invoke(accuracy, ["compare", str(folders[0]), str(each)]).output for each in folders[1:]]
     assert "different parallel layouts (GOLDEN tp2, BENCH dp2)" in said[0] and "layouts" not in said[1]
+    assert compare_dumps(*map(open_dump, folders[:2])).meaning() == "No tensor diverges.", "nothing to explain"
 
 
 def test_what_is_compared_with_itself_is_no_comparison(tmp_path):

@@ -91,6 +91,17 @@ def test_two_saves_of_one_process_in_one_folder_are_not_mixed(tmp_path):
         read_whole(tmp_path)
 
 
+def test_one_rank_removes_what_a_save_on_more_ranks_has_left_in_the_folder(four):
+    """Its metadata.json named the old files, and without it MindFormers would read all files that are there."""
+    folder = four.write()
+    save_file({"a.weight": numbered(4)}, folder / "mini-model-0000000-0000001.safetensors")
+    write_seal(folder, 0, 1, 4)
+    assert fault(folder) is None and [path.name for path in folder.glob("m*")] == [
+        "mini-model-0000000-0000001.safetensors"
+    ]
+    np.testing.assert_array_equal(read_whole(folder).arrays["a.weight"], numbered(4))
+
+
 def test_what_a_save_on_more_ranks_has_left_in_the_folder_is_not_read(four):
     """A worker without an attempt saves a step again into the folder of the save in which the run was killed."""
     folder = four.write()

@@ -73,9 +73,9 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
         rows: in the order of execution. trained_known: whether weights are told from state; otherwise all parameters
             are `weights`.
     """
-    findings = [row for row in rows if row.kind]
-    if all(row.kind == NAN and not row.error for row in findings):
-        return _agree(rows, findings)
+    findings = [row for row in rows if _differs(row)]
+    if not findings:
+        return _agree(rows, [row for row in rows if row.kind])
     start, step = (min(row.step for row in some) for some in (rows, findings))
     rows, findings = [row for row in rows if row.step == step], [row for row in findings if row.step == step]
     first = first_findings(findings)
@@ -97,6 +97,11 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
         )
     assert weights is not None, "state without a forward finding follows nothing"
     return _moved(weights, rows)  # a kernel of the optimizer
+
+
+def _differs(row: Row) -> bool:
+    """Return whether a finding is a difference between the dumps, and not the same NaN in both."""
+    return bool(row.kind) and not (row.kind == NAN and row.error <= row.tolerance)
 
 
 def _agree(rows: list[Row], findings: list[Row]) -> str:
@@ -154,7 +159,7 @@ def _arrived(rows: list[Row]) -> Row | None:
         inputs = [row for row in forward if _path(row) == root]
     else:
         inputs = [row for row in forward if row.order == forward[0].order]
-    return next((row for row in inputs if row.kind and row.role == "input"), None)
+    return next((row for row in inputs if _differs(row) and row.role == "input"), None)
 
 
 def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
@@ -163,7 +168,7 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
     if row.kind == DTYPE:
         return f"The weights have other data types, first {row.place} ({row.detail}): look at params_dtype first."
     weights = [each for each in rows if each.phase == WEIGHTS and each.role == "parameters"]
-    wrong = sum(bool(each.kind) for each in weights)
+    wrong = sum(map(_differs, weights))
     both = " The batch differs too: another seed, or another recipe, explains both." if arrived else ""
     return (
         f"The weights differ before any update ({wrong} of {len(weights)}), first {row.place}: look at initialisation, "
@@ -173,7 +178,7 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 def _moved(row: Row, rows: list[Row]) -> str:
     """Return what the optimizer did to the weights of a later step, by what most wrong updates look like."""
-    wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
+    wrong = [each for each in rows if each.phase == WEIGHTS and _differs(each)]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
     cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
     where = (
@@ -332,8 +337,8 @@ class Report:
         """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
         for its cause.
         """
-        said = meaning(self.rows, self.trained_known)
-        return f"The parallel layouts differ ({self.layouts}), which may be all. {said}" if self.layouts else said
+        said, layouts = meaning(self.rows, self.trained_known), self.layouts if any(map(_differs, self.rows)) else ""
+        return f"The parallel layouts differ ({layouts}), which may be all. {said}" if layouts else said
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as values for JSON, without the rows of tensors that passed."""
