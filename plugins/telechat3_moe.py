@@ -106,6 +106,9 @@ class Spared:
     def __init__(self, pattern: Any):
         self.pattern = pattern
 
+    def __repr__(self) -> str:
+        return repr(self.pattern)  # MindFormers logs the rules
+
     def match(self, name: str, **options: Any) -> Any:
         """Return the match of a parameter's name; return None if the parameter is spared."""
         own = any(name.endswith(ends) for ends in _spared.values())

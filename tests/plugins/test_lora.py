@@ -221,7 +221,9 @@ def test_rules_of_initial_weights_leave_what_begins_with_zeros(built, monkeypatc
     recipe = {**RECIPE, "context": {"device_target": "CPU"}}
     monkeypatch.setattr(adapter.telechat3_moe, "use_edited_model", lambda *given: None)
     adapter.enable(recipe, {"rank": 2})
-    model = built(SETTINGS, [{"target": regex.compile("decoder.layers.*"), "init_method_std": 3.0}])
+    pattern = regex.compile("decoder.layers.*")
+    assert repr(telechat3_moe.Spared(pattern)) == repr(pattern), "MindFormers logs it"
+    model = built(SETTINGS, [{"target": pattern, "init_method_std": 3.0}])
     values = {weight.name: weight.asnumpy() for weight in model.get_parameters()}
     last = "decoder.layers.1.self_attention.linear_qkv"
     assert not values[f"{last}.lora_B.weight"].any()

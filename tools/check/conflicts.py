@@ -131,13 +131,14 @@ def _router(view: View, built: Built, found: Findings) -> None:
 
 
 def _drawn_biases(view: View, built: Built, found: Findings) -> None:
-    layers = range(built.number("first_k_dense_replace"), built.number("num_layers"))
-    rules = view.get(_m("param_init_std_rules"))
-    for rule in rules if isinstance(rules, list) else []:
-        with suppress(TypeError, KeyError, re.error):  # MindFormers refuses these rules, see check_built
-            if any(re.match(rule["target"], f"decoder.layers.{layer}.mlp.router.expert_bias") for layer in layers):
+    first, last = built.number("first_k_dense_replace"), built.number("num_layers")
+    layers = [f"decoder.layers.{layer}" for layer in range(first, last)]
+    layers += [f"mtp.layers.{layer}.transformer_layer" for layer in range(built.number("mtp_num_layers"))]
+    with suppress(TypeError, KeyError, re.error):  # MindFormers refuses these rules, see check_built
+        for rule in (each for each in view.get(_m("param_init_std_rules")) or [] if each["init_method_std"]):
+            if any(re.match(rule["target"], f"{layer}.mlp.router.expert_bias") for layer in layers):
                 wrong = f"{rule['target']!r} also matches the routers' biases, which would begin with random numbers"
-                right = "write a pattern that ends as the names of weights do, such as decoder.layers.*weight"
+                right = "write a pattern of neither biases nor norms: decoder.layers.*(linear|experts|router).*weight"
                 found.error(_m("param_init_std_rules"), wrong, right, rule="drawn_biases")
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instan
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
     from tools.search.ranking.alternatives import BySchedule
-    from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
     from tools.search.request import Request
 
@@ -246,7 +245,7 @@ def space_command(
             if not found.whole:
                 click.echo("interrupted: nothing found yet", err=True)
                 sys.exit(130)
-            _infeasible(request, found.ranking, as_json)
+            _infeasible(found, as_json)
         found.to_verify = options["verified"] or 0
         if found.to_verify and found.whole:
             _verify(loaded, found, options["full"])
@@ -370,13 +369,16 @@ def _asked(
     return recipe, request, TimeModel(request.hardware)
 
 
-def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
+def _infeasible(found: Found, as_json: bool) -> NoReturn:
     from tools.search.ranking.rank import explain_infeasible as explain
 
     click.echo("no strategy; looking for the nearest request that has one", err=True)
-    lines = explain(request, ranking)
+    lines = explain(found.request, found.ranking)
+    if found.unplaced:
+        late = f"the time limit ended the search before it placed {found.unplaced:,} strategies that do not fit with "
+        lines.insert(0, f"{late}balanced layers, but may fit if layers move; a larger --time-limit places them, too")
     if as_json:
-        funnel = [list(line) for line in ranking.funnel.lines()]
+        funnel = [list(line) for line in found.ranking.funnel.lines()]
         click.echo(json.dumps({"strategies": [], "problems": lines, "funnel": funnel}))
     else:
         click.echo("\n".join(lines))

@@ -3,6 +3,7 @@ that zero_bubble_v needs. Flags of chunks, and exclusions, among recompute setti
 dataset strategy. Rules of initial weights.
 """
 
+import re
 import types
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from plugins import pipeline_layout
 from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.errors import RecipeError
+from plugins.hugging_face_weights.plan import Model, rows
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
 from tests.tools.check.test_rules import (
     INTERLEAVED,
@@ -196,14 +198,30 @@ def test_an_exclusion_that_drops_a_chosen_pattern_in_all_layers(key, pattern, ch
 
 
 @pytest.mark.parametrize(
-    ("target", "refused"),
-    [("decoder.layers.*", True), ("decoder.layers.*weight", False), ("decoder.layers.0.*", False), ("(", False)],
+    ("target", "std", "refused"),
+    [
+        ("decoder.layers.*", 0.02, True),
+        ("decoder.layers.*", 0, False),
+        ("decoder.layers.0.*", 0.02, False),
+        ("mtp.*", 0.02, True),
+        ("(", 0.02, False),
+    ],
 )
-def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, refused):
+def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, std, refused):
     """The first layer of the mini is dense; a pattern that is none is for MindFormers to refuse."""
-    rules = [{"target": target, "init_method_std": 0.02}]
+    rules, key = [{"target": target, "init_method_std": std}], (*MODEL, "param_init_std_rules")
+    recipe = change(MINI, ((*MODEL, "num_nextn_predict_layers"), 1), (key, rules))
+    assert (dotted(key) in findings(recipe)) == refused
+
+
+def test_the_pattern_that_is_proposed_draws_neither_biases_nor_norms():
     key = (*MODEL, "param_init_std_rules")
-    assert (dotted(key) in findings(change(MINI, (key, rules)))) == refused
+    found = findings(change(MINI, (key, [{"target": ".*", "init_method_std": 0.02}])))
+    pattern = found[dotted(key)].right.split()[-1]
+    names = {row.mindformers for row in rows(Model(layers=2, mtp_layers=0, dense=1, experts=4, latent_query=True))}
+    kept = {name for name in names if name.endswith(("layernorm.weight", "expert_bias"))}
+    drawn = {name for name in names if re.match(pattern, name)}
+    assert drawn == {name for name in names - kept if name.startswith("decoder.layers.")} and len(drawn) > 10
 
 
 def test_loaders_need_a_list_to_find_the_ranks_that_read_data():

@@ -32,7 +32,6 @@ from tools.search.candidates import RECOMPUTE, Block, Candidate, Funnel, blocks
 from tools.search.ranking.predict import MemoryTable, TimeTable
 from tools.search.request import PLANNED, POLICIES, Request
 
-_NEARLY = 256  # candidates of `Ranking.near`
 _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
 
@@ -61,8 +60,8 @@ class Ranking:
     peaks: np.ndarray = field(default_factory=lambda: np.zeros(0))
     bounds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
-    # the fastest of the candidates that do not fit with balanced layers, but may fit if layers move; their peaks are
-    # those of balanced layers
+    # the candidates that do not fit with balanced layers, but may fit if layers move; their peaks are those of balanced
+    # layers
     near: Ranking | None = None
 
     def admit(self, fitting: Mapping[Ranked, tuple[float, float]], request: Request) -> None:
@@ -75,7 +74,7 @@ class Ranking:
         if (near := self.near) is None:
             return
         every = [near.at(index) for index in range(len(near.seconds))]
-        fits = np.array([one in fitting for one in every])
+        fits = np.array([one in fitting for one in every], bool)
         found = np.array([fitting[one] for one in every if one in fitting]).reshape(-1, 2)
         self.seconds, self.peaks = np.append(self.seconds, found[:, 0]), np.append(self.peaks, found[:, 1])
         self.bounds = np.append(self.bounds, near.bounds[fits])
@@ -184,9 +183,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
         whole = map(np.concatenate, zip(*parts, strict=True))
         ranking.seconds, ranking.peaks, ranking.bounds, ranking.places = whole
     if nearly:
-        every = [np.concatenate(columns) for columns in zip(*nearly, strict=True)]
-        first = np.lexsort((every[1], every[0]))[:_NEARLY]
-        seconds, peaks, bounds, places = (column[first] for column in every)
+        seconds, peaks, bounds, places = map(np.concatenate, zip(*nearly, strict=True))
         ranking.near = Ranking(ranking.blocks, funnel, None, seconds, peaks, bounds, places)
     return ranking
 

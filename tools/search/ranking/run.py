@@ -347,6 +347,7 @@ class _Placing:
                     self._place(planned, results)
         except KeyboardInterrupt:
             found.whole = False
+            found.ranking.admit({one: (entry.seconds, entry.peak) for one, entry in self.done.items()}, found.request)
         nothing = [one for one in planned if one in self.placements and one not in self.done]
         found.dropped += [(one, self.placements[one].why) for one in nothing]
         found.dropped.sort(key=lambda pair: (pair[0].seconds, pair[0].candidate, pair[1]))
@@ -383,9 +384,8 @@ class _Placing:
         chances.best = self._best
         self._close(chances, results)
         chances.best = self._best
-        left = chances.left
-        found.least, found.open = chances.least, len(left)
-        found.unplaced = sum(one not in self.placements for one in left)
+        found.least, found.open = chances.least, len(chances.left)
+        found.unplaced = sum(one not in self.placements for one in chances.left)
         found.ranking.admit({one: (entry.seconds, entry.peak) for one, entry in self.done.items()}, found.request)
         found.stages = self._by_stages(chances)
 

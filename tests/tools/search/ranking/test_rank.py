@@ -18,10 +18,11 @@ from tools.pipeline.schedules import check_schedule
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
 from tools.search.candidates import RECOMPUTE, Funnel, blocks, configuration, schedule_of
+from tools.search.command import _infeasible
 from tools.search.ranking import workers
 from tools.search.ranking.predict import MemoryTable
-from tools.search.ranking.rank import Chances, explain_infeasible, feasible, mix, rank
-from tools.search.ranking.run import search
+from tools.search.ranking.rank import Chances, Ranking, explain_infeasible, feasible, mix, nearly_fitting, rank
+from tools.search.ranking.run import Found, search
 from tools.search.request import PLANNED, Request, read_limit, request_of
 
 
@@ -138,6 +139,22 @@ def test_planned_is_never_slower_than_a_uniform_policy_that_fits():
     best = {(b, r): t for (b, r, p), t in zip(map(tuple, ranking.places), ranking.seconds, strict=True) if p == planned}
     for (block, row, _), seconds in zip(map(tuple, ranking.places), ranking.seconds, strict=True):
         assert best[block, row] <= seconds * (1 + 1e-9)
+
+
+def test_every_candidate_that_may_fit_if_layers_move_is_kept():
+    """The bound that a search tells holds for all of them, however many there are."""
+    asked = request(model=replace(MODEL, vocab=64000), cap=1.27 * GIB)
+    ranking, table = rank(asked), MemoryTable(asked)
+    near = [nearly_fitting(table.peaks(block), asked.room, block.recompute).sum() for block in ranking.blocks]
+    assert len(ranking.near.seconds) == sum(near) > 256
+
+
+def test_nothing_fits_is_not_all_that_a_search_says_which_the_time_limit_ended(monkeypatch, capsys):
+    monkeypatch.setattr("tools.search.ranking.rank.explain_infeasible", lambda *_: ["nothing fits"])
+    with pytest.raises(SystemExit):
+        _infeasible(Found(request(), Ranking([], Funnel()), unplaced=3), as_json=False)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "before it placed 3 strategies" in first and "--time-limit" in first and second == "nothing fits"
 
 
 @pytest.mark.slow

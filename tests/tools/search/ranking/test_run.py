@@ -65,6 +65,19 @@ def test_neither_more_memory_nor_a_wider_choice_makes_the_answer_slower():
     assert found.own_mesh and found.own_mesh.seconds == found.entries[0].seconds, "its balanced layers do not fit"
 
 
+def test_ctrl_c_leaves_what_fits_only_because_layers_moved(monkeypatch):
+    asked = wide(["mbs=1", "vpp=1"])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._Placing, "_prove", interrupted)
+    asked = replace(asked, cap=0.95 * asked.cap)
+    found = run.search(asked, 4, Budget(0.01, 60), TimeModel(asked.hardware), lambda *_: None)
+    assert not found.whole and found.entries
+    assert found.placed == len(found.ranking.seconds) == found.ranking.funnel.left == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "share"), [("dense", 1.1), ("moe", 1.2), ("mtp", 1.15), ("wide", 0.9)])
 def test_no_placement_of_any_strategy_is_faster(model, share):
