@@ -321,6 +321,8 @@ def test_devices_of_two_kinds_of_rounding_do_not_compute_the_same():
     ]
     warning, _ = judge_operators(rows)
     assert (warning.verdict, warning.device) == ("warn", None) and "errors 0.1, 0.3: the devices" in warning.seen
+    many = [{**rows[0], "device": each, "results": {name: ["pass", each / 1000, ""]}} for each in range(500)]
+    assert "500 different errors from 0 to 0.499: the devices" in judge_operators(many)[0].seen
     rows[1]["results"][name] = ["fail", 3.0, "wrong"]
     assert [(item.verdict, item.device) for item in judge_operators(rows)] == [("fail", 1)]
 
