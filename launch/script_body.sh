@@ -27,7 +27,7 @@ find_node_rank() {
         read -ra names <<<"$HOSTNAME ${HOSTNAME%%.*} $(hostname -f 2>/dev/null || true) $(hostname -I 2>/dev/null || true)"
         for rank in "${!HOSTS[@]}" ''; do
             for name in "${names[@]}"; do
-                [ -n "$rank" ] && [ "$name" = "${HOSTS[rank]}" ] && break 2
+                [ -n "$rank" ] && [ "${name,,}" = "${HOSTS[rank],,}" ] && break 2
             done
         done
     fi

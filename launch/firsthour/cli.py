@@ -231,7 +231,7 @@ def _bundle(
     if hash_names:
         from launch.firsthour.judge import own_names
 
-        texts = without_names(texts, {name: hashed(name) for name in [*names, *own_names(outcomes)]})
+        texts = without_names(texts, {name: hashed(name) for name in [*own_names(outcomes), *names]})
     manifest = Manifest(
         format=FORMAT, made=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
         names="hashed" if hash_names else "plain",

@@ -207,6 +207,13 @@ def _place(value: Sequence[Any]) -> Place:
     return str(value[0]), int(value[1])
 
 
+def _spread(errors: Iterable[float]) -> str:
+    """Return words for the different errors of the devices; all of them are named if they are few."""
+    found = [f"{error:.3g}" for error in sorted(set(errors))]
+    few = f"errors {', '.join(found)}"
+    return few if len(found) <= 4 else f"{len(found)} different errors from {found[0]} to {found[-1]}"
+
+
 def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Return the findings about operators: those out of tolerance, and devices whose results differ from those of most
     devices.
@@ -250,7 +257,7 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 seen = f"{name}: error {error:.3g}, where {count} of {len(errors)} devices have {usual:.3g}"
                 found.append(Finding("warn", "operators", seen, *place, "compare firmware with the other devices"))
         if 2 * count <= len(errors) and len({error for place, error in errors.items() if place not in named}) > 1:
-            split.append(f"{name}: errors {', '.join(f'{error:.3g}' for error in sorted(set(errors.values())))}")
+            split.append(f"{name}: {_spread(errors.values())}")
     if split:
         more = f" and {len(split) - 1} more" if len(split) > 1 else ""
         words = f"{split[0]}{more}: the devices compute different results, and no result is that of most devices"

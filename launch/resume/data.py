@@ -41,7 +41,7 @@ from plugins.sealed_checkpoint.plan import global_batch_of, made
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
-from tools.data.blend import asked_of
+from tools.data.blend import asked_of, shares_of
 from tools.data.index import map_lengths, read_blend, training_share
 from tools.files.atomic import sampled_digest, whole_digest, write_atomically
 from tools.recipe.load import Recipe, load_recipe
@@ -262,7 +262,7 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     if weights is None:
         wanted = [samples] if len(prefixes) == 1 else []
     else:
-        wanted = [asked_of(samples, weight / sum(weights)) for weight in weights]
+        wanted = [asked_of(samples, share) for share in shares_of(weights)]
     length = view.number((*CONFIG, "seq_length"), 1)
     share = training_share(str(view.get((*CONFIG, "split"), "1")))
     return [

@@ -20,7 +20,7 @@ from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import count
 from tools.check.conflicts import NOT_AGAIN
 from tools.checkpoint.stored import refuse_moved
-from tools.data.blend import Corpora, asked_of
+from tools.data.blend import Corpora, asked_of, shares_of
 from tools.data.index import PARTS, IndexReader, parts_of, read_blend, training_share
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
@@ -182,7 +182,7 @@ def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
             _PATH, f"in this list of length {len(value)} a weight has no prefix", "write ['1', PREFIX]", rule="blend"
         )
         return []
-    shares = (np.array(weights) / np.sum(weights)).tolist() if weights else [float(len(prefixes) == 1)] * len(prefixes)
+    shares = shares_of(weights) if weights else [float(len(prefixes) == 1)] * len(prefixes)
     return list(zip(prefixes, shares, strict=True))
 
 
@@ -249,7 +249,7 @@ def _samples(prefixes: list[str], read: Corpora, view: View, found: Findings) ->
 
     def nearest(counts: Iterable[int], otherwise: str) -> str:
         fit = (each for each in counts if each >= batch and not read.too_small(each))
-        other = next((each for each in fit if read.spare(each, needed) == needed), 0)
+        other = next((each for each in fit if not needed or read.spare(each, needed) == needed), 0)
         return f"write {other:,} samples, or {otherwise}" if other else otherwise
 
     if not samples:
@@ -270,11 +270,11 @@ def _samples(prefixes: list[str], read: Corpora, view: View, found: Findings) ->
             "MindFormers reads only once if they have no weights, so that the run would end early",
             nearest([held - needed], "write a weight before each prefix"),
         )
-    elif (spare := read.spare(samples, needed)) < needed:
+    elif guard and (spare := read.spare(samples, needed)) < needed:
         found.error(
             path,
-            f"the data has only {spare:,} samples beyond the {samples:,} to be trained, but {'.'.join(_GUARD)} may "
-            f"leave out {needed:,}; then the run ends before its first step",
+            f"the data has only {max(spare, 0):,} samples beyond the {samples:,} to be trained, but {'.'.join(_GUARD)} "
+            f"may leave out {needed:,}; then the run ends before its first step",
             nearest(range(samples - batch, samples - 20 * batch, -batch), "add data"),
         )
 

@@ -9,10 +9,19 @@ samples, and refuses a blend that takes more of a corpus than the corpus has.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 _MARGIN = 1.005  # `_get_size_per_split_per_dataset`
 _DEALT = 100_000  # samples that are dealt one by one
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Return the share of each corpus, rounded as MindFormers rounds it (`normalize`)."""
+    found = np.array(weights, np.float64)
+    return (found / np.sum(found)).tolist()
 
 
 def asked_of(samples: int, share: float) -> int:
@@ -61,7 +70,8 @@ class Corpora:
             return None
         size = self.size(samples)
         exact = self.exact(samples)
-        taken = self._dealt(self.shares, size) if exact else [math.floor(each * (size - 1)) + 1 for each in self.shares]
+        shares = shares_of(self.shares)  # `BlendedDataset` divides by the sum once more, which may move a sample
+        taken = self._dealt(shares, size) if exact else [math.floor(each * (size - 1)) + 1 for each in shares]
         counts = [count for count in taken if count]  # MindFormers does not count a corpus without a sample
         found = zip(range(len(taken)), self.held(samples), counts, strict=False)
         return next((each for each in found if each[1] < each[2]), None)
@@ -78,7 +88,7 @@ class Corpora:
         held, size = self.held(samples), self.size(samples)
         if len(held) == 1 and self.shares is None:
             return min(size - samples, wanted)
-        shares = self.shares or tuple(each / sum(held) for each in held)
+        shares = shares_of(self.shares or held)
         last = samples + wanted
         if last <= _DEALT:
             there = sum(self._dealt(shares, last, held))
@@ -87,15 +97,14 @@ class Corpora:
         return min(max(there, size) - samples, wanted)
 
     @staticmethod
-    def _dealt(shares: tuple[float, ...], samples: int, held: list[int] | None = None) -> list[int]:
+    def _dealt(shares: Sequence[float], samples: int, held: list[int] | None = None) -> list[int]:
         """Return the number of samples that MindFormers takes from each corpus, of which each comes from the corpus
         that lags most behind its share (`build_blending_indices`), until the next corpus has none left.
         """
-        taken = [0] * len(shares)
+        wanted, taken = np.array(shares), np.zeros(len(shares))
         for number in range(samples):
-            lag = [share * max(number, 1) - count for share, count in zip(shares, taken, strict=True)]
-            chosen = lag.index(max(lag))
+            chosen = int(np.argmax(wanted * max(number, 1) - taken))
             if held and taken[chosen] >= held[chosen]:
                 break
             taken[chosen] += 1
-        return taken
+        return [int(count) for count in taken]

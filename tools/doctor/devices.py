@@ -136,6 +136,8 @@ def host_name(patient: Patient) -> Answer:
     addresses = [row[0] for row in rows if name in row[1:]]
     if not addresses:
         addresses = (patient.root.ask("getent", "hosts", name) or "").split()[:1]
+        if addresses and ip_address(addresses[0]).is_link_local:  # nss-myhostname puts it before an IPv4 address
+            addresses += (patient.root.ask("getent", "ahostsv4", name) or "").split()[:1]
     if not addresses:
         return Answer("fail", f"{name} leads nowhere")
     known = [ip_address(address) for address in addresses]

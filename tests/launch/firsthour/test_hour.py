@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.firsthour import cli
 from launch.firsthour import hour as hours
 from launch.firsthour.calibrate import judge_fit, judge_stage
-from launch.firsthour.checks import judged
+from launch.firsthour.checks import Finding, judged
 from launch.firsthour.hour import Hour
 from launch.firsthour.judge import hosts_evidence, judge_devices, judge_hosts, judge_operators, own_names
 from launch.firsthour.trainings import judge_resume
@@ -25,6 +26,7 @@ from tools.doctor.ask import Answer, Skew, Trouble
 from tools.doctor.checks import Finding as Checked
 from tools.doctor.report import Report, tool_version
 from tools.hardware.units import GIB
+from tools.measured import OUTCOMES, hashed
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Plan, folder_of, write
@@ -298,6 +300,18 @@ def test_names_that_only_the_hosts_themselves_say_are_hidden_too():
     assert found == ["Train7", "10.1.2.3", "fe80::7", "b.example"] and own_names([]) == []
 
 
+def test_a_host_has_one_hidden_name_whatever_letters_it_writes_itself_with():
+    """The findings named another host than the reports beside them."""
+    sound = Checked("host_name", "ok", "node1 is 10.1.2.3", "", "", "")
+    evidence = hosts_evidence({"Node1": Answer(Report([sound], {"tc3": tool_version()}))})
+    slow = judged("hosts", [Finding("warn", "hosts", "Node1 is slow", "Node1")], evidence)
+    about = {"device": "910B3", "devices": 1, "simulated": False}
+    _, texts = cli._bundle(MINI, [slow], about, True, ["Node1"])
+    (row,) = json.loads(texts[OUTCOMES])
+    assert row["findings"][0]["where"] == hashed("Node1") and hashed("Node1") in str(row["evidence"])
+    assert "node1" not in texts[OUTCOMES].lower() and hashed("node1") not in texts[OUTCOMES]
+
+
 def test_devices_of_two_kinds_of_rounding_do_not_compute_the_same():
     """With as many devices of each kind, none was named and all were "within the tolerance"."""
     name = "matmul float16 (2, 2) forward 0"
@@ -307,6 +321,8 @@ def test_devices_of_two_kinds_of_rounding_do_not_compute_the_same():
     ]
     warning, _ = judge_operators(rows)
     assert (warning.verdict, warning.device) == ("warn", None) and "errors 0.1, 0.3: the devices" in warning.seen
+    many = [{**rows[0], "device": each, "results": {name: ["pass", each / 1000, ""]}} for each in range(500)]
+    assert "500 different errors from 0 to 0.499: the devices" in judge_operators(many)[0].seen
     rows[1]["results"][name] = ["fail", 3.0, "wrong"]
     assert [(item.verdict, item.device) for item in judge_operators(rows)] == [("fail", 1)]
 

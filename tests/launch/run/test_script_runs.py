@@ -254,6 +254,7 @@ def test_on_two_nodes_the_rank_comes_from_whoever_knows_it(run, hosts):
         assert f"--node_rank={rank}" in record["argv"] and "--master_addr=first" in record["argv"]
         assert [word.rsplit("/", 1)[1] for word in record["argv"] if "log_dir" in word] == [f"node_{rank}"]
     assert "--master_addr=10.1.1.1" in run(text, MASTER_ADDR="10.1.1.1")[1]["argv"]
+    assert "--node_rank=1" in run(text.replace(here, here.upper()))[1]["argv"], "names are the same in capital letters"
 
 
 @pytest.mark.slow

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mindformers.dataset.blended_datasets import helpers
+from mindformers.dataset.blended_datasets.utils import normalize
 
 from benchmarks.corpora import CORPORA, document_lengths, synthetic_index
 from plugins.attention_balance.samples import segments_of
 from plugins.errors import DataError
 from tools.data import index
 from tools.data import tokenizer as tokenizers
+from tools.data.blend import Corpora, shares_of
 from tools.data.index import (
     BrokenIndexError,
     IndexReader,
@@ -257,3 +261,16 @@ def test_a_learnable_corpus_has_ids_of_the_whole_vocabulary(tmp_path):
     ids = np.concatenate(list(reader.blocks())).astype(np.int64)
     assert reader.dtype == np.int32 and ids.min() >= 1 and ids.max() > 65_536
     assert set((np.diff(ids) % 131_071).tolist()) == {1, 2, 3, 17}
+
+
+@pytest.mark.parametrize(("weights", "samples"), [((0.3, 7, 0.1, 0.2, 10, 1, 2, 1, 0.1, 0.3), 278), ((1,) * 900, 9000)])
+def test_samples_are_dealt_as_mindformers_deals_them(weights, samples, monkeypatch):
+    """It divides weights by their sum twice, which moves a sample; hundreds of corpora took minutes."""
+    where, number = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
+    helpers.build_blending_indices(where, number, normalize(normalize(weights)), len(weights), samples, False)
+    taken = np.bincount(where, minlength=len(weights)).tolist()
+    monkeypatch.setattr(Corpora, "size", lambda *_: samples)
+    monkeypatch.setattr(Corpora, "held", lambda *_: taken)
+    read, began = Corpora(tuple(taken), tuple(shares_of(weights)), 1, 0), time.process_time()
+    assert read.too_small(samples) is None and read.spare(samples - 1, 1) == 1
+    assert time.process_time() - began < 2

@@ -46,6 +46,7 @@ def hostname(address):
 
 
 PORTS = "proc/sys/net/ipv4/ip_local_port_range"
+GETENT = "outputs/getent_{}_node7.txt"
 CHRONY = "outputs/chronyc_-n_tracking.txt"
 NTP = "outputs/timedatectl_show_-p_NTPSynchronized.txt"
 BALANCE = {"proc/812/comm": "irqbalance\n"}
@@ -248,6 +249,9 @@ Leap status     : Normal
         ("packet_size", {**card(0, 9000), **card(1, "")}, "unknown"),
         ("host_name", hostname("fe80::1"), "warn"),
         ("host_name", hostname("2001:db8::7"), "ok"),
+        ("host_name", {**hostname(""), GETENT.format("hosts"): "fe80::7 node7"}, "warn"),
+        ("host_name", {**hostname(""), GETENT.format("hosts"): "fe80::7 node7", GETENT.format("ahostsv4"): "10.1.2.3"},
+         "ok"),
         ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"//nas/my share 9 9 0 100% {ROOT}\n"}, "fail"),
         ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"fuse - - - - {ROOT}\n"}, "unknown"),
         ("disk", {"outputs/df_-kP.txt": df("/", 9000, 8000) + f"/dev/sdb 9 11 -2 100% {ROOT}\n"}, "fail"),
