@@ -44,7 +44,6 @@ def _leaves():
             yield from command.list_commands(context)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", [_param(row) for row in ROWS])
 def test_a_bad_input(row: Row, tmp_path: Path, capfd, monkeypatch):
     row.furnish(tmp_path)
