@@ -138,7 +138,8 @@ def _drawn_biases(view: View, built: Built, found: Findings) -> None:
         for rule in (each for each in view.get(_m("param_init_std_rules")) or [] if each["init_method_std"]):
             if any(re.match(rule["target"], f"{layer}.mlp.router.expert_bias") for layer in layers):
                 wrong = f"{rule['target']!r} also matches the routers' biases, which would begin with random numbers"
-                right = "write a pattern of neither biases nor norms: decoder.layers.*(linear|experts|router).*weight"
+                example = "decoder.layers.*(linear|experts|router).*weight"
+                right = f"write a pattern that matches neither biases nor norms, such as {example}"
                 found.error(_m("param_init_std_rules"), wrong, right, rule="drawn_biases")
 
 
