@@ -138,8 +138,7 @@ def _drawn_biases(view: View, built: Built, found: Findings) -> None:
         for rule in (each for each in view.get(_m("param_init_std_rules")) or [] if each["init_method_std"]):
             if any(re.match(rule["target"], f"{layer}.mlp.router.expert_bias") for layer in layers):
                 wrong = f"{rule['target']!r} also matches the routers' biases, which would begin with random numbers"
-                example = "decoder.layers.*(linear|experts|router).*weight"
-                right = f"write a pattern that matches neither biases nor norms, such as {example}"
+                right = "match neither biases nor norms, as with decoder.layers.*(linear|experts|router).*weight"
                 found.error(_m("param_init_std_rules"), wrong, right, rule="drawn_biases")
 
 
