@@ -308,7 +308,7 @@ def next_placement(
         step: the step after which the plan is made; layer: the row of the layer. Both are only the seed of `method:
             random`.
         nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned; if
-            moves are limited and such a plan does not pass the gate, a plan for devices alone is tried.
+            moves are limited and such a plan does not pass the gate, a plan that balances only the devices is tried.
 
     Returns:
         A new placement if it lowers max/mean of `predicted` by at least the gate's share, otherwise `old` (random:

@@ -140,12 +140,13 @@ def powers(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def fills(counts: np.ndarray) -> tuple[float, float]:
-    """Return the magnitude from which on values are fills, and the magnitude from which on they may be fills; inf if
-    there are none. `counts` is the result of `powers`.
+    """Return two magnitudes: values of at least the first are fills, and values of at least the second may be fills. A
+    magnitude is inf if there are no such values. `counts` is the result of `powers`.
 
     A group of huge values (8192 or more) lies within a factor of 8 and is at least 128 times as large as all smaller
     values. They are fills if they are the same in both tensors: what was computed would differ by rounding. They may be
-    fills if some differ (a mask that was added to the scores), or if all other values are 0, which is no scale.
+    fills if some differ (a mask that was added to the scores), or if all other values are 0, because errors have no
+    scale beside zeros.
     """
     present, apart = np.flatnonzero(counts[0]) + _LEAST, np.flatnonzero(counts[1]) + _LEAST
     sure = maybe = math.inf

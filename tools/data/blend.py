@@ -34,9 +34,10 @@ class Corpora:
     """A `Corpora` describes the corpora of a `data_path`.
 
     Attributes:
-        tokens: the number of tokens in the documents of each corpus that are trained on. shares: the share of the
-            samples from each, None without weights. length: the number of tokens of a sample; more: the number of
-            further tokens that the last sample needs for its labels.
+        tokens: the number of tokens in the documents of each corpus that are trained on.
+        shares: the share of the samples that each corpus provides; None without weights.
+        length: the number of tokens of a sample.
+        more: the number of further tokens that the last sample needs for its labels.
     """
 
     tokens: tuple[int, ...]
@@ -81,9 +82,9 @@ class Corpora:
         return self.size(samples) <= _DEALT
 
     def spare(self, samples: int, wanted: int) -> int:
-        """Return how many samples, up to `wanted`, are there beyond the first `samples`, for `plugins.spike_guard`,
-        which goes on with a blend until its next corpus has no sample left. For many samples the number is a little
-        too large.
+        """Return the number of samples, at most `wanted`, that the data have beyond the first `samples`.
+        `plugins.spike_guard` uses these samples in place of samples that it leaves out; it reads a blend until the
+        corpus whose turn it is has no sample left. Above 100,000 samples the returned number may be slightly too large.
         """
         held, size = self.held(samples), self.size(samples)
         if len(held) == 1 and self.shares is None:
@@ -98,8 +99,9 @@ class Corpora:
 
     @staticmethod
     def _dealt(shares: Sequence[float], samples: int, held: list[int] | None = None) -> list[int]:
-        """Return the number of samples that MindFormers takes from each corpus, of which each comes from the corpus
-        that lags most behind its share (`build_blending_indices`), until the next corpus has none left.
+        """Return the number of samples that MindFormers takes from each corpus. MindFormers takes each sample from the
+        corpus that lags most behind its share (`build_blending_indices`). With `held`, the number of samples that each
+        corpus has, the count ends when the corpus whose turn it is has no sample left.
         """
         wanted, taken = np.array(shares), np.zeros(len(shares))
         for number in range(samples):

@@ -175,7 +175,7 @@ def read_report(text: str) -> Report:
 
 
 def _are_findings(value: Any) -> bool:
-    """Return whether a value is a list of findings in which each check but the probe stands once."""
+    """Return whether a value is a list of findings that names no check twice, except the probe."""
     if not isinstance(value, list) or not all(_has_form(item, Finding) for item in value):
         return False
     names = [item["check"] for item in value if item["check"] != "probe"]

@@ -160,7 +160,7 @@ def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Chan
 
 
 def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str, node: int) -> Iterator[Change]:
-    """Yield the changes to half and to twice as many devices that share experts, where the command accepts them."""
+    """Yield a change for half and one for twice the degree of expert parallelism, if the command accepts the degree."""
     able = degrees_of(node, own.model.experts, own.dp * own.tp)
     for degree in (one for one in (own.ep // 2, 2 * own.ep) if one in able):
         name = f"expert_parallel: {degree}"

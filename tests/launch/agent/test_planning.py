@@ -407,7 +407,7 @@ def planned(tmp_path, last, there, most=2):
 
 @pytest.mark.parametrize("before", [{"hosts": [A], "slots": 4}, {"hosts": [A, B, "c", "d"], "slots": 1}])
 def test_agents_that_are_started_on_another_number_of_nodes_plan_for_these(tmp_path, before):
-    """All agents had been killed. The new agents trained on only one of their two hosts, or waited for four hosts."""
+    """All agents were killed, and others started on two hosts. These train on both hosts and wait for no other host."""
     lost = judged(*(end(host, 100, "lost node") for host in before["hosts"]), hosts=before["hosts"])
     lost = replace(lost, plan=replace(lost.plan, **before), verdict=replace(lost.verdict, decision="restart"))
     assert planned(tmp_path, lost, [A, B]) == ([A, B], [])

@@ -164,8 +164,8 @@ def test_few_moves_at_a_time_come_to_an_end_only_where_no_swap_helps(moves):
         wanted, slots = Settings(moves=moves), np.arange(64)
         for step in range(40):
             slots = next_placement(wanted, loads, slots, 8, step=step, layer=0, nodes=4)
-        alone = next_placement(wanted, loads, slots, 8, step=40, layer=0)
-        assert np.array_equal(alone, slots)
+        by_devices = next_placement(wanted, loads, slots, 8, step=40, layer=0)
+        assert np.array_equal(by_devices, slots)
 
 
 @pytest.mark.parametrize("seed", range(5))

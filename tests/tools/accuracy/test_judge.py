@@ -232,4 +232,4 @@ def test_a_mask_over_a_mask_is_taken_off_in_turn():
     sure, maybe = fills(powers(got, want))
     assert 1e29 < sure < 1e30 and maybe == 2.0**13
     bare = np.array([0.0, 0.0, -1e4], np.float32)
-    assert fills(powers(bare, bare)) == (math.inf, 2.0**13), "zeros are no scale"
+    assert fills(powers(bare, bare)) == (math.inf, 2.0**13), "errors have no scale beside zeros"

@@ -213,8 +213,9 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
 
 
 def _steps(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[tuple[int, int, float]], int]:
-    """Return for every trained weight in two steps the indices of its rows, and the error of the gradients between; and
-    the number of trained weights that are in one step only.
+    """Return two results. The first has an entry for each trained weight that was dumped in two steps: the indices of
+    the weight's rows, and the error of the gradients between the two steps. The second result is the number of trained
+    weights that were dumped in only one step.
     """
     gradients: dict[tuple, float] = {}  # the largest error so far
     backward: dict[int, float] = {}  # the same of a rank's backward pass

@@ -103,11 +103,11 @@ def test_fills_of_a_mask_hide_no_error_of_the_other_values(folder, monkeypatch, 
     wrong = scores.copy()
     wrong[5, 2] += 1
     want, near, far = masked(scores), masked(scores * np.float32(1 + 1e-6)), masked(wrong)
-    alone = [judge.errors(got[~mask], want[~mask], TINY).max() for got in (near, far)]  # the oracle: only the scores
+    unmasked = [judge.errors(got[~mask], want[~mask], TINY).max() for got in (near, far)]  # the oracle: only the scores
     found_ = [measure(*files(folder, want, got), allowed, TINY) for got in (near, far)]
-    assert [each.error for each in found_] == pytest.approx(alone, rel=1e-3) and alone[0] <= allowed < alone[1]
+    assert [each.error for each in found_] == pytest.approx(unmasked, rel=1e-3) and unmasked[0] <= allowed < unmasked[1]
     assert [each.hidden for each in found_] == ["", ""]
-    assert float(judge.errors(far, want, TINY).max()) == pytest.approx(alone[1])
+    assert float(judge.errors(far, want, TINY).max()) == pytest.approx(unmasked[1])
     scale = found(folder, masked(scores), masked(scores * np.float32(1.02)), dtype)
     assert scale is not None and scale.factor == pytest.approx(1.02, abs=2e-3)
 
