@@ -9,7 +9,6 @@ names. `check_data_order` and `complete` check whether the run may go on from it
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -44,7 +43,7 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
-from tools.checkpoint.stored import loaded_from
+from tools.checkpoint.stored import MODEL_FILE, loaded_from
 from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
@@ -53,7 +52,6 @@ from tools.runs.attempts import read_attempts, recipe_file
 from tools.runs.readings import Follower
 from tools.weights.convert_plan import KEPT, changed_settings
 
-_WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
 _AVERAGING = {"fused_num": 10, "interleave_step": 1000, "fused_algo": "ema"}  # of PmaAdamW, with MindFormers' defaults
 
@@ -182,7 +180,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         raise CheckpointError(f"--resume {resume}: this folder cannot be read ({error.strerror})") from None
     if inside:
         raise CheckpointError(f"--resume {resume}: the folder holds checkpoints; name one of them, such as {inside[0]}")
-    if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
+    if "common.json" not in names or not any(MODEL_FILE.search(name) for name in names):
         raise CheckpointError(
             f"--resume {resume}: this is not a checkpoint, because a checkpoint (such as "
             "RUN/checkpoint/iteration_00000100) holds common.json and *-model-*.safetensors; to begin a new run with "
