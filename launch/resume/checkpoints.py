@@ -39,6 +39,7 @@ from tools.checkpoint.scan import (
     iteration,
     iterations,
     later_than,
+    lies_in,
     saved_step,
     scan_checkpoints,
     set_aside,
@@ -193,7 +194,7 @@ def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
     """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another; a
     command that wrote `checkpoint` elsewhere, perhaps in the folder of another run, has kept the recipe in it.
     """
-    if real_path(checkpoint).parent == real_path(save_path(recipe)):
+    if lies_in(checkpoint, save_path(recipe)):
         return run_dir / "recipe.yaml"
     beside, kept = checkpoint.parent.parent / "recipe.yaml", checkpoint / KEPT
     elsewhere = kept.exists() and (

@@ -46,14 +46,14 @@ def iteration(folder: Path) -> int:
 
 
 def iterations(root: Path) -> list[Path]:
-    """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones."""
-    return newest_first(root.glob("iteration_*"))
+    """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones, but no copies
+    of a user, such as iteration_00000100_best and iteration_00000100.tar, which no run may load or remove.
+    """
+    return newest_first(folder for folder in root.glob("iteration_*") if iteration(folder) >= 0)
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoint folders, sorted by the progress of their runs (`progress`); the checkpoint with the most
-    progress comes first.
-    """
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the most progress first."""
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 

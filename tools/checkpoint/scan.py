@@ -18,8 +18,8 @@ from plugins.sealed_checkpoint.plan import is_sealed, iteration, iterations, unf
 from tools.files.atomic import real_path
 
 __all__ = [
-    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "newest_saved", "saved_step",
-    "scan_checkpoints", "set_aside",
+    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "lies_in", "newest_saved",
+    "saved_step", "scan_checkpoints", "set_aside",
 ]  # fmt: skip
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
@@ -89,6 +89,11 @@ def carried(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 
 
+def lies_in(checkpoint: Path, root: Path) -> bool:
+    """Return whether a checkpoint is one of those under `root`, also if it, or its name there, is a symbolic link."""
+    return real_path(root) in (real_path(checkpoint.parent), real_path(checkpoint).parent)
+
+
 def later_than(root: Path, taken: Path) -> list[Path]:
     """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
@@ -99,7 +104,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     """
     number, others = iteration(taken), iterations(root)
     step = saved_step(taken) if number < 0 else number
-    if step is None or real_path(taken).parent != real_path(root):
+    if step is None or not lies_in(taken, root):
         return others
     come = plan.progress({folder: iteration(folder) for folder in others} | {taken: step})
     return [folder for folder in others if come[folder] > come[taken]]

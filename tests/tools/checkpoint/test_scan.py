@@ -27,7 +27,7 @@ from plugins.sealed_checkpoint.plan import (
     write_seal,
 )
 from tests.crashes import deaths
-from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
+from tools.checkpoint.scan import is_sealed, later_than, lies_in, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
 
@@ -77,6 +77,19 @@ def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path)
     assert later_than(tmp_path / "own", renamed) == [third], "its seals say the step"
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_checkpoint_behind_a_link_is_one_of_the_run(tmp_path, inside):
+    """All checkpoints of the run were put aside, also the one from which the run was to go on."""
+    root, (_, second, third) = tmp_path / "own", [save(tmp_path / "own", step) for step in (4, 8, 100)]
+    link = tmp_path / "best"
+    if inside:  # it was moved to another disk
+        second.rename(link)
+        link, second = second, link
+    link.symlink_to(second)
+    assert later_than(root, link) == [third]
+    assert lies_in(link, root) and not lies_in(link, tmp_path / "else")
+
+
 def of_batch(root, attempt, step, batch):
     """Save a step of `batch` samples as an attempt does, before the checkpoint is put in its place."""
     folder = saving_folder(root, f"{attempt:04d}-x") / f"iteration_{step:08d}"
@@ -109,6 +122,18 @@ def test_a_run_goes_on_from_where_it_had_come_furthest_whatever_the_batches(atte
                 if published or number < saves - 1:  # else a death comes before it
                     remove_old(root, publish(folder, root), 3, f"{attempt:04d}-x")
                     assert len(list(root.glob("iteration_*"))) <= 3
+
+
+@pytest.mark.parametrize("end", ["_best", ".bak", " (copy)"])
+def test_a_copy_that_a_user_has_named_is_neither_removed_nor_loaded(tmp_path, end):
+    """It counted as the oldest checkpoint of the run, and was removed after the next saves."""
+    copy = save(tmp_path, 9).rename(tmp_path / f"iteration_00000009{end}")
+    (tmp_path / "iteration_00000001.tar").write_text("an archive")  # no run went on, because it is no folder
+    assert scan_checkpoints(tmp_path) == (None, [])
+    for step in (2, 4, 6):
+        remove_old(tmp_path, publish(of_batch(tmp_path, 1, step, 4), tmp_path), 1, "0001-x")
+    assert scan_checkpoints(tmp_path)[0].step == 6 and is_sealed(copy)
+    assert not (tmp_path / "iteration_00000004").exists()
 
 
 def test_a_branch_leaves_behind_what_had_come_further_whatever_the_batches(tmp_path):
