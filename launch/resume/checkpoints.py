@@ -324,7 +324,7 @@ def clear_save_path(root: Path) -> None:
     and nothing else.
     """
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*"), *root.glob(f"{MOVING}*")]:
-        shutil.rmtree(folder)
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
     renew_tracker(root)  # which may name what is gone
 
 

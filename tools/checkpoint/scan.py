@@ -55,9 +55,10 @@ def scan_checkpoints(
         reason = unfit(folder, iteration(folder)) or plan.fault(folder, checksums=folder.parent == root)
         if folder.parent != root:
             reason = reason or "complete, and not in its place yet"
-        if reason is None:
-            return CheckpointInfo(folder, plan.step_of(folder)), skipped
-        skipped.append((folder, reason))
+        step = None if reason else saved_step(folder)
+        if step is not None:
+            return CheckpointInfo(folder, step), skipped
+        skipped.append((folder, reason or "it was removed meanwhile"))
     return None, skipped
 
 
@@ -66,7 +67,8 @@ def newest_saved(root: Path) -> CheckpointInfo | None:
     read.
     """
     whole = (folder for folder in iterations(root) if plan.fault(folder, checksums=False) is None)
-    return next((CheckpointInfo(folder, plan.step_of(folder)) for folder in whole), None)
+    steps = ((folder, saved_step(folder)) for folder in whole)  # none of what is removed meanwhile
+    return next((CheckpointInfo(folder, step) for folder, step in steps if step is not None), None)
 
 
 def saved_step(folder: Path) -> int | None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
 from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import (
     REFUSED,
     TRACKER,
@@ -27,7 +28,7 @@ from plugins.sealed_checkpoint.plan import (
     write_seal,
 )
 from tests.crashes import deaths
-from tools.checkpoint.scan import is_sealed, later_than, lies_in, scan_checkpoints, set_aside
+from tools.checkpoint.scan import is_sealed, later_than, lies_in, newest_saved, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
 
@@ -88,6 +89,21 @@ def test_a_checkpoint_behind_a_link_is_one_of_the_run(tmp_path, inside):
     link.symlink_to(second)
     assert later_than(root, link) == [third]
     assert lies_in(link, root) and not lies_in(link, tmp_path / "else")
+
+
+@pytest.mark.parametrize("look", [newest_saved, lambda root: scan_checkpoints(root)[0]])
+def test_a_checkpoint_that_is_removed_after_it_was_read_is_passed_over(tmp_path, monkeypatch, look):
+    """An agent looks while a worker that has not heard of the end still removes the oldest checkpoint."""
+    kept, newest, fault = save(tmp_path, 4), save(tmp_path, 8), plan.fault
+
+    def removed(folder, **given):
+        found = fault(folder, **given)
+        if folder == newest:
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(plan, "fault", removed)
+    assert look(tmp_path).path == kept
 
 
 def of_batch(root, attempt, step, batch):
