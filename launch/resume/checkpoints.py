@@ -309,7 +309,7 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError if a new run would save among the checkpoints of another run."""
     # also one that is not in its place yet, or that a killed launch was setting aside: `adopt` would put it there
     whole = (folder for folder in unfinished(root) if fault(folder, checksums=False) is None)
-    moved = filter(is_sealed, root.glob(f"{MOVING}*/iteration_*"))
+    moved = filter(is_sealed, unfinished(root, MOVING))
     found = next(chain(filter(is_sealed, iterations(root)), whole, moved), None)
     if found and not (resume or force):
         raise CheckpointError(

@@ -82,11 +82,15 @@ def global_batch_of(folder: Path) -> int:
         return 0
 
 
-def unfinished(root: Path) -> list[Path]:
+def unfinished(root: Path, kind: str = SAVING) -> list[Path]:
     """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
-    newest first.
+    newest first; with the `kind` MOVING, those that are being set aside.
     """
-    return newest_first(root.glob(f"{SAVING}*/iteration_*"))
+    found: list[Path] = []
+    for folder in root.glob(f"{kind}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            found += folder.glob("iteration_*")
+    return newest_first(found)
 
 
 def saving_folder(root: Path, attempt: str | None) -> Path:
@@ -176,10 +180,10 @@ def write_seal(
     }
     for path in files:
         flush(path)
-    written = _write(seal, folder, rank)
+    write_whole(seal_file(folder, rank), seal)
     # of a save of the same step before this one; last: beside a refusal without it, names would show a whole checkpoint
     (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)
-    return written
+    return seal_file(folder, rank)
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
@@ -187,11 +191,7 @@ def write_refusal(folder: Path, rank: int, reason: str) -> Path:
     seal. Return the path of the file with the reason.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
-    return _write({"rank": rank, "refused": reason}, folder, rank)
-
-
-def _write(seal: dict, folder: Path, rank: int) -> Path:
-    write_whole(seal_file(folder, rank), seal)
+    write_whole(seal_file(folder, rank), {"rank": rank, "refused": reason})
     return seal_file(folder, rank)
 
 
@@ -242,7 +242,7 @@ def adopt(root: Path) -> list[Path]:
     the tracker file names the newest checkpoint that is complete by the names of its files, even if a process died
     before it could write the tracker file.
     """
-    for folder in root.glob(f"{MOVING}*/iteration_*"):
+    for folder in unfinished(root, MOVING):
         with contextlib.suppress(OSError):  # another one has its name meanwhile
             folder.rename(root / folder.name)
             folder.parent.rmdir()

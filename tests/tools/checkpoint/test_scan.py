@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from itertools import count
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
+from launch.resume.checkpoints import check_save_path
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import (
@@ -104,6 +106,23 @@ def test_a_checkpoint_that_is_removed_after_it_was_read_is_passed_over(tmp_path,
 
     monkeypatch.setattr(plan, "fault", removed)
     assert look(tmp_path).path == kept
+
+
+@pytest.mark.parametrize("look", [adopt, scan_checkpoints, lambda root: check_save_path(root, False, False)])
+@pytest.mark.parametrize("start", ["saving_0000-a", "moving_1"])
+def test_a_folder_that_another_process_removes_while_it_is_looked_for_ends_nobody(tmp_path, monkeypatch, look, start):
+    """Agents of several nodes set checkpoints aside at once; one of them ended with a FileNotFoundError."""
+    folder, scandir = tmp_path / start, os.scandir
+    folder.mkdir()
+
+    def removed(path):
+        if Path(path) == folder and folder.exists():
+            folder.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed)
+    look(tmp_path)
+    assert (start.startswith("moving") and look == scan_checkpoints) or not folder.exists()
 
 
 def of_batch(root, attempt, step, batch):
