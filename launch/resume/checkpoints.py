@@ -34,6 +34,7 @@ from plugins.sealed_checkpoint.plan import (
 )
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
+    ASIDE,
     CheckpointInfo,
     is_sealed,
     iteration,
@@ -117,7 +118,7 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     began_anew = max((plan.time for plan in plans if spiked and not plan.resume), default=0.0)
     spans = filter(None, map(as_span, Follower(spans_file(run_dir)).records()))
     saved = [span.step for span in spans if span.sealed and span.end > began_anew]
-    if saved and not any(chain(root.glob("*iteration_*"), unfinished(root))):
+    if saved and not any(chain(iterations(root), root.glob(f"{ASIDE}*"), unfinished(root))):
         raise CheckpointError(
             f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
             "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
