@@ -131,9 +131,12 @@ def write_whole(path: Path, content: Any) -> None:
     """
     # not tempfile: the file is for whoever may read the folder, as the umask says
     part = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush(part)
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        flush(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)  # of a disk that is full
     flush(path.parent)
 
 

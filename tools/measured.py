@@ -118,10 +118,13 @@ def hashed(host: str) -> str:
     return "host-" + hashlib.sha256(host.encode()).hexdigest()[:8]
 
 
+_NO_WORD = r"\\+u[0-9a-f]{4}|\\+[bfnrt]|\x1b\[[\d;]*m|\\+u001b\[[\d;]*m"  # what a name may follow without a space
+
+
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of a bundle (file -> text) with each host's name (old -> new) replaced, the longest names first.
-    A host's name is replaced only as a whole word: "workers" stays if a host is called "worker". Names of hosts are the
-    same in small and in capital letters.
+    A host's name is replaced only as a whole word: "workers" stays if a host is called "worker", and "pretrain1" if one
+    is called "train1". Names of hosts are the same in small and in capital letters.
 
     Keys of JSON and YAML stay, unless hosts are the keys there, and so do verdicts and names of checks: a host may be
     called "report".
@@ -129,10 +132,10 @@ def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[st
     if not hosts:
         return dict(texts)
     names = "|".join(re.escape(old) for old in sorted(hosts, key=len, reverse=True))
-    # before a name anything may stand, such as the n of a line's end in JSON; no digest is searched for further names
-    pattern = re.compile(f"(?:{names})(?![A-Za-z0-9])", re.IGNORECASE)
+    # a line's end in JSON, or a colour, ends in a letter of no word; no digest is searched for further names
+    pattern = re.compile(rf"({_NO_WORD}|(?<![A-Za-z0-9]))({names})(?![A-Za-z0-9])", re.IGNORECASE)
     new = {old.lower(): name for old, name in hosts.items()}
-    hidden = _Hidden(hosts, lambda text: pattern.sub(lambda found: new[found[0].lower()], text))
+    hidden = _Hidden(hosts, lambda text: pattern.sub(lambda found: found[1] + new[found[2].lower()], text))
     return {
         name: f"{json.dumps(hidden.of(json.loads(text)), indent=1)}\n" if name.endswith(".json") else hidden.lines(text)
         for name, text in texts.items()

@@ -34,7 +34,7 @@ from launch.run.script import node_size
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
-from tools.checkpoint.scan import CheckpointInfo
+from tools.checkpoint.scan import CheckpointInfo, lies_in
 from tools.doctor.outliers import gate
 from tools.files.atomic import real_path
 from tools.process.host import read_hosts, usual_form
@@ -135,7 +135,7 @@ class Start:
         if any(plan is None and file.exists() for file, plan in zip(files, plans, strict=True)):
             return True
         begun = [plan for plan in plans if plan and plan.resume and real_path(plan.resume) == real_path(given)]
-        own = real_path(Path(given).parent) == real_path(self.saves)  # so that a run may go on from it by itself
+        own = lies_in(Path(given), self.saves)  # so that a run may go on from it by itself
         return any(plan.branch or not (named and own) for plan in begun)
 
     def prepare(self, plan: Plan) -> Recipe:

@@ -230,7 +230,9 @@ class Agent:
 
     def _can(self, hosts: list[str]) -> Smaller | str:
         read_skipped(self.job)
-        best = newest_saved(self.job.saves)
+        best = None
+        with suppress(CheckpointError):  # a file cannot be read: whoever plans the next attempt says so
+            best = newest_saved(self.job.saves)
         done = steps_done(self.job.recipe, best) if best else 0
         return smaller(self.job.recipe, len(hosts), self.job.slots, done)
 

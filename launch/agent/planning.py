@@ -32,8 +32,8 @@ from plugins.errors import ClusterError, TC3Error
 from plugins.lines import OF, number_of
 from plugins.sealed_checkpoint.plan import SAVING, iterations, made
 from plugins.spike_guard.ledger import Ranges
-from tools.checkpoint.scan import CheckpointInfo, scan_checkpoints
-from tools.files.atomic import part_of, real_path
+from tools.checkpoint.scan import CheckpointInfo, lies_in, scan_checkpoints
+from tools.files.atomic import part_of
 from tools.process.waiting import meanwhile
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -284,7 +284,7 @@ def make_plan(
         take_stock(job.run_dir, job.saves)
         unfit = guilty(job.recipe, job.run_dir)
         best = scan_checkpoints(job.saves, unfit)[0]
-        if own and real_path(own.path.parent) == real_path(job.saves) and unfit(own.path, own.step):
+        if own and lies_in(own.path, job.saves) and unfit(own.path, own.step):
             own = None
     resume = best or own or job.choose()
     if again and resume is None:

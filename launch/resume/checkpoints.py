@@ -34,11 +34,13 @@ from plugins.sealed_checkpoint.plan import (
 )
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
+    ASIDE,
     CheckpointInfo,
     is_sealed,
     iteration,
     iterations,
     later_than,
+    lies_in,
     saved_step,
     scan_checkpoints,
     set_aside,
@@ -116,7 +118,7 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     began_anew = max((plan.time for plan in plans if spiked and not plan.resume), default=0.0)
     spans = filter(None, map(as_span, Follower(spans_file(run_dir)).records()))
     saved = [span.step for span in spans if span.sealed and span.end > began_anew]
-    if saved and not any(chain(root.glob("*iteration_*"), unfinished(root))):
+    if saved and not any(chain(iterations(root), root.glob(f"{ASIDE}*"), unfinished(root))):
         raise CheckpointError(
             f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
             "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
@@ -193,7 +195,7 @@ def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
     """Return the path of the effective recipe of the run that saved `checkpoint`, which may be this run or another; a
     command that wrote `checkpoint` elsewhere, perhaps in the folder of another run, has kept the recipe in it.
     """
-    if real_path(checkpoint).parent == real_path(save_path(recipe)):
+    if lies_in(checkpoint, save_path(recipe)):
         return run_dir / "recipe.yaml"
     beside, kept = checkpoint.parent.parent / "recipe.yaml", checkpoint / KEPT
     elsewhere = kept.exists() and (
@@ -308,7 +310,7 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError if a new run would save among the checkpoints of another run."""
     # also one that is not in its place yet, or that a killed launch was setting aside: `adopt` would put it there
     whole = (folder for folder in unfinished(root) if fault(folder, checksums=False) is None)
-    moved = filter(is_sealed, root.glob(f"{MOVING}*/iteration_*"))
+    moved = filter(is_sealed, unfinished(root, MOVING))
     found = next(chain(filter(is_sealed, iterations(root)), whole, moved), None)
     if found and not (resume or force):
         raise CheckpointError(
@@ -323,7 +325,7 @@ def clear_save_path(root: Path) -> None:
     and nothing else.
     """
     for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*"), *root.glob(f"{MOVING}*")]:
-        shutil.rmtree(folder)
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
     renew_tracker(root)  # which may name what is gone
 
 

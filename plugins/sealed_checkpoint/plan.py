@@ -46,14 +46,14 @@ def iteration(folder: Path) -> int:
 
 
 def iterations(root: Path) -> list[Path]:
-    """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones."""
-    return newest_first(root.glob("iteration_*"))
+    """Return the checkpoint folders (iterations) under `root`, newest first, including incomplete ones, but no copies
+    of a user, such as iteration_00000100_best and iteration_00000100.tar, which no run may load or remove.
+    """
+    return newest_first(folder for folder in root.glob("iteration_*") if iteration(folder) >= 0)
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoint folders, sorted by the progress of their runs (`progress`); the checkpoint with the most
-    progress comes first.
-    """
+    """Return the checkpoint folders, sorted by the progress of their runs (`progress`), the most progress first."""
     come = progress({folder: iteration(folder) for folder in folders})
     return sorted(come, key=lambda folder: come[folder], reverse=True)
 
@@ -82,11 +82,15 @@ def global_batch_of(folder: Path) -> int:
         return 0
 
 
-def unfinished(root: Path) -> list[Path]:
+def unfinished(root: Path, kind: str = SAVING) -> list[Path]:
     """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
-    newest first.
+    newest first; with the `kind` MOVING, those that are being set aside.
     """
-    return newest_first(root.glob(f"{SAVING}*/iteration_*"))
+    found: list[Path] = []
+    for folder in root.glob(f"{kind}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            found += folder.glob("iteration_*")
+    return newest_first(found)
 
 
 def saving_folder(root: Path, attempt: str | None) -> Path:
@@ -176,10 +180,10 @@ def write_seal(
     }
     for path in files:
         flush(path)
-    written = _write(seal, folder, rank)
+    write_whole(seal_file(folder, rank), seal)
     # of a save of the same step before this one; last: beside a refusal without it, names would show a whole checkpoint
     (folder / f"{REFUSED}{rank}").unlink(missing_ok=True)
-    return written
+    return seal_file(folder, rank)
 
 
 def write_refusal(folder: Path, rank: int, reason: str) -> Path:
@@ -187,11 +191,7 @@ def write_refusal(folder: Path, rank: int, reason: str) -> Path:
     seal. Return the path of the file with the reason.
     """
     (folder / f"{REFUSED}{rank}").touch()  # first: whoever sees the seals of all ranks by their names sees this, too
-    return _write({"rank": rank, "refused": reason}, folder, rank)
-
-
-def _write(seal: dict, folder: Path, rank: int) -> Path:
-    write_whole(seal_file(folder, rank), seal)
+    write_whole(seal_file(folder, rank), {"rank": rank, "refused": reason})
     return seal_file(folder, rank)
 
 
@@ -242,7 +242,7 @@ def adopt(root: Path) -> list[Path]:
     the tracker file names the newest checkpoint that is complete by the names of its files, even if a process died
     before it could write the tracker file.
     """
-    for folder in root.glob(f"{MOVING}*/iteration_*"):
+    for folder in unfinished(root, MOVING):
         with contextlib.suppress(OSError):  # another one has its name meanwhile
             folder.rename(root / folder.name)
             folder.parent.rmdir()

@@ -1,5 +1,6 @@
 """Lines that a run appends, a record a step: after a kill, after a resume; and for how long training stood still."""
 
+import errno
 import json
 import re
 import time
@@ -14,9 +15,10 @@ from launch.workers.metrics import RecordingLossMonitor, metrics_file
 from plugins.batch_ramp.plan import Ramp
 from plugins.finite_loss.plan import NORM
 from plugins.held_out_loss.plan import held_out_file
-from plugins.lines import ATTEMPT, Newest, Span, append_line, as_span, note, read_steps, spans_file
+from plugins.lines import ATTEMPT, Newest, Span, append_line, as_span, note, read_steps, spans_file, write_whole
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.spike_guard.plan import Window, good_steps
+from tests.crashes import dies_at
 from tests.plugins.held_out_loss.evaluation import Evaluated
 from tests.plugins.sealed_checkpoint.test_deaths import Run
 from tools.accuracy.diagnose import evidence
@@ -54,6 +56,17 @@ def test_a_resumed_run_replaces_what_it_repeats_and_is_held_to_what_stands(tmp_p
     assert read_steps(path, parse) == [Record(1, "a"), Record(2, "a")]
     with pytest.raises(ValueError, match=r"x.jsonl:2: b behind a"):
         read_steps(path, parse, same_kind)
+
+
+def test_a_full_disk_leaves_nothing_of_a_file_that_is_written_whole(tmp_path):
+    """A checkpoint kept the beginnings of seals under names that nothing removes."""
+    (tmp_path / "seal.json").write_text("1")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for number, name in enumerate(("open", "write", "fsync", "replace")):
+        with dies_at(number, full) as made, pytest.raises(OSError, match="No space"):
+            write_whole(tmp_path / "seal.json", {"step": 2})
+        assert made[number].startswith(name) and [path.name for path in tmp_path.iterdir()] == ["seal.json"]
+    assert (tmp_path / "seal.json").read_text() == "1"
 
 
 def two_attempts(path, monkeypatch):

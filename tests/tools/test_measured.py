@@ -161,6 +161,15 @@ def test_words_that_only_begin_like_a_host_stay():
     assert without_names({"a.json": "e4"}, {}) == {"a.json": "e4"}
 
 
+@pytest.mark.parametrize("before", ["\n", "\\n", "\\\\n", "\\t", "\x1b[31m", "\\u001b[1;31m", "\\u2192", "_", "/"])
+def test_words_that_only_end_like_a_host_stay(before):
+    """The recipe pretrain1.yaml was called prehost-..., which nobody could find again."""
+    name = hashed("train1")
+    written = json.dumps([{"seen": f"pretrain1.yaml on{before}train1: 10train1 {before}TRAIN1"}])
+    found = json.loads(without_names({"a.json": written}, {"train1": name})["a.json"])
+    assert found == [{"seen": f"pretrain1.yaml on{before}{name}: 10train1 {before}{name}"}]
+
+
 def test_a_host_that_is_called_like_a_key_renames_no_key():
     """Otherwise a bundle of a host that is called report cannot be read any more."""
     words = ("report", "findings", "evidence", "probes", "workers", "hosts", "fail", "verdict", "memory", "facts")

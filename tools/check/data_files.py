@@ -87,6 +87,8 @@ def _megatron(view: View, built: Built, found: Findings, missing: Any) -> None:
                 documents.append(_documents(used, asked, built))
             _tokens(index, prefix, view, built, found)
             _kept_order(index, prefix, _PATH, view, found, (view.get(_SPLIT), asked))
+    if corpora:
+        _numbers(view, len(view.get(_PATH)) > len(corpora), found)
     if corpora and all(prefix in tokens for prefix, _ in corpora):
         _samples([prefix for prefix, _ in corpora], _as_read(corpora, tokens, view, built), view, found)
     path = (*_HELD_OUT, "data_path")
@@ -236,6 +238,18 @@ def _as_read(corpora: list[tuple[str, float]], tokens: dict[str, int], view: Vie
         built.number("seq_length", 1),
         int(view.flag((*_CONFIG, "add_extra_token_to_sequence"), True)),
     )
+
+
+def _numbers(view: View, weighted: bool, found: Findings) -> None:
+    """Check that `sizes` has the numbers that MindFormers and tc3 need: if the corpora have no weights, MindFormers
+    makes one pass over each part without a number.
+    """
+    sizes, path = view.get((*LOADER, "sizes")), (*LOADER, "sizes")
+    if isinstance(sizes, list) and sizes and sizes[0] is None:
+        found.error(path, "the number of samples to be trained on is missing", "write it in place of the first null")
+    elif weighted and isinstance(sizes, list) and None in sizes:
+        wrong = "MindFormers needs a number of samples for each part of corpora with weights, but one is null"
+        found.error(path, wrong, f"write {[size or 0 for size in sizes]}")
 
 
 def _samples(prefixes: list[str], read: Corpora, view: View, found: Findings) -> None:

@@ -18,8 +18,8 @@ from plugins.sealed_checkpoint.plan import is_sealed, iteration, iterations, unf
 from tools.files.atomic import real_path
 
 __all__ = [
-    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "newest_saved", "saved_step",
-    "scan_checkpoints", "set_aside",
+    "CheckpointInfo", "carried", "is_sealed", "iteration", "iterations", "later_than", "lies_in", "newest_saved",
+    "saved_step", "scan_checkpoints", "set_aside",
 ]  # fmt: skip
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
@@ -55,9 +55,10 @@ def scan_checkpoints(
         reason = unfit(folder, iteration(folder)) or plan.fault(folder, checksums=folder.parent == root)
         if folder.parent != root:
             reason = reason or "complete, and not in its place yet"
-        if reason is None:
-            return CheckpointInfo(folder, plan.step_of(folder)), skipped
-        skipped.append((folder, reason))
+        step = None if reason else saved_step(folder)
+        if step is not None:
+            return CheckpointInfo(folder, step), skipped
+        skipped.append((folder, reason or "it was removed meanwhile"))
     return None, skipped
 
 
@@ -66,7 +67,8 @@ def newest_saved(root: Path) -> CheckpointInfo | None:
     read.
     """
     whole = (folder for folder in iterations(root) if plan.fault(folder, checksums=False) is None)
-    return next((CheckpointInfo(folder, plan.step_of(folder)) for folder in whole), None)
+    steps = ((folder, saved_step(folder)) for folder in whole)  # none of what is removed meanwhile
+    return next((CheckpointInfo(folder, step) for folder, step in steps if step is not None), None)
 
 
 def saved_step(folder: Path) -> int | None:
@@ -89,6 +91,11 @@ def carried(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in plan.made(folder).items() if key == "skipped"}
 
 
+def lies_in(checkpoint: Path, root: Path) -> bool:
+    """Return whether a checkpoint is one of those under `root`, also if it, or its name there, is a symbolic link."""
+    return real_path(root) in (real_path(checkpoint.parent), real_path(checkpoint).parent)
+
+
 def later_than(root: Path, taken: Path) -> list[Path]:
     """Return the checkpoints under `root` that a run abandons when it continues from the checkpoint `taken`, newest
     first.
@@ -99,7 +106,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     """
     number, others = iteration(taken), iterations(root)
     step = saved_step(taken) if number < 0 else number
-    if step is None or real_path(taken).parent != real_path(root):
+    if step is None or not lies_in(taken, root):
         return others
     come = plan.progress({folder: iteration(folder) for folder in others} | {taken: step})
     return [folder for folder in others if come[folder] > come[taken]]

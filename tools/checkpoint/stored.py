@@ -302,6 +302,8 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         content = json.loads(file.read_text())
         listed, storage = content["state_dict_metadata"], content["storage_data"]
+    except OSError as error:
+        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}; copy the checkpoint "

@@ -331,7 +331,7 @@ def _finish_hugging_face(part: Path, records: dict[str, Any], sizes: Sizes, plan
     if len(records) > 1:
         _write(part / INDEX, {"metadata": {"total_size": plan.bytes}, "weight_map": where})
     types = [kind for record in records.values() for kind, shape in record["tensors"].values() if len(shape) > 1]
-    config = config_of(sizes, max(set(types), key=types.count))
+    config = config_of(sizes, max(dict.fromkeys(types), key=types.count))
     _write(part / CONFIG, config if ends is None else {**config, "eos_token_id": ends})
     files = {file: record["sha256"] for file, record in records.items()}
     sums = {name: value for record in records.values() for name, value in record["crc32"].items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, not_json
 from plugins.sealed_checkpoint.plan import checksum
 from tools.checkpoint.stored import KINDS, PLACEMENT, Kind, kind_of
 from tools.hardware.units import GIB, MIB
@@ -168,18 +168,28 @@ def faults(source: Source, checksums: bool) -> list[str]:
             seals record.
     """
     reason = source.seal_fault(checksums)
-    corrupted = [f"{file} does not match its checksum: corrupted" for file in (_corrupted(source) if checksums else ())]
-    return [*filter(None, [reason]), *corrupted]
+    return [*filter(None, [reason]), *(_corrupted(source) if checksums else ())]
 
 
 def _corrupted(source: Source) -> list[str]:
-    """Return files of a Hugging Face folder that are not those that `tc3 weights convert` wrote."""
+    """Return a sentence for each file of a Hugging Face folder that is not what `tc3 weights convert` wrote, or if its
+    checksums cannot be read.
+    """
     try:
-        known = dict(json.loads((source.stored.folder / CHECKSUMS).read_text("utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # none of ours
+        content = json.loads((source.stored.folder / CHECKSUMS).read_text("utf-8"))
+    except OSError as error:
+        return [] if isinstance(error, FileNotFoundError) else [f"{CHECKSUMS} cannot be read ({error.strerror})"]
+    except (ValueError, RecursionError) as error:  # as of a folder that was copied in part
+        return [f"{CHECKSUMS} {not_json(error)}, so that nothing shows whether the files are whole"]
+    known = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(known, dict):
+        return []  # another program's
     files = {file: source.stored.folder / file for file in source.stored.files if file in known}
-    return [file for file, path in files.items() if checksum(path) != known[file]]
+    return [
+        f"{file} does not match its checksum: corrupted"
+        for file, path in files.items()
+        if checksum(path) != known[file]
+    ]
 
 
 def _finite(source: Source, file: str, name: str, progress: Callable[[str], None]) -> bool:

@@ -303,40 +303,14 @@ def _shape(weight: Weight) -> Shape:
 
 
 def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int, ...], ...]]:
-    """Return the matrix of a stage's devices, and by which of its axes each axis of the weight is cut."""
-    every: tuple[int, ...] = (0, 1, 2)
-    devices, cutting = [config.dp, config.cp, config.tp], every[2:]
-    if weight.split == "experts":
-        every = (0, 1)
-        devices, cutting = [config.dp * config.cp * config.tp // config.ep, config.ep], every[1:]
-    if not weight.split:
-        cutting = ()
-    copies = tuple(axis for axis in every if axis not in cutting)
-    rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
+    """Return the matrix of a stage's devices, and by which of its axes each axis of the weight is cut: the copies of a
+    part of the weight are consecutive rows of parts, and neighbours among them share its rows for the optimizer.
+    """
+    parts = 1 if not weight.split else config.ep if weight.split == "experts" else config.tp
+    copies = config.dp * config.cp * config.tp // parts
     small = weight.name in _CONNECTIONS and weight.columns == 1  # the optimizer leaves these whole (their adapter.py)
     whole = small or (config.model.norm_bias and "norm" in weight.name)  # and those of a LayerNorm (norm.py)
     shards = 1 if whole else configuration.weight_shards(weight, config)
-    devices, rows, columns = _shard(devices, rows, columns, copies, shards)
-    return tuple(devices), (rows, columns)[: len(_shape(weight))]
-
-
-def _shard(
-    devices: list[int], rows: tuple[int, ...], columns: tuple[int, ...], copies: tuple[int, ...], shards: int
-) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """Cut the rows over `shards` of the copies too: over neighbours, where these are fewer than all."""
-    inner: list[int] = []
-    for axis in reversed(copies):
-        whole = devices[axis]
-        size = math.gcd(shards, whole)
-        shards //= size
-        if 1 < size < whole:
-            devices = [*devices[:axis], whole // size, size, *devices[axis + 1 :]]
-            rows, columns = (tuple(each + (each > axis) for each in own) for own in (rows, columns))
-            inner = [axis + 1, *(each + 1 for each in inner)]
-        elif size == whole:
-            inner = [axis, *inner]
-        if size < whole or shards == 1:
-            break
-    if shards > 1:  # no part of a matrix of devices; whole copies are as true
-        return devices, rows, columns
-    return devices, rows + tuple(inner), columns
+    cutting, sharding = (2,) * bool(weight.split), (1,) * (shards > 1)
+    rows, columns = (sharding, cutting) if weight.split == "columns" else (cutting + sharding, ())
+    return (copies // shards, shards, parts), (rows, columns)[: len(_shape(weight))]

@@ -297,6 +297,11 @@ def test_a_checkpoint_that_is_named_after_all_agents_were_killed_is_taken(requeu
     assert plan("auto", number=6).path == last
     save(run_dir / "checkpoint", 90)
     assert plan(str(last), number=7).path == last, "attempt 6 went on from it, but nobody had named it"
+    link, last = run_dir.with_name("best"), save(run_dir / "checkpoint", 100)
+    link.symlink_to(last)
+    assert plan("auto", number=8).path == last
+    save(run_dir / "checkpoint", 110)
+    assert plan(str(link), number=9).path == link, "nor is it another run's"
 
 
 def test_auto_alone_finds_what_the_run_began_from(requeued, capsys):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from launch.agent import loop, part
-from launch.agent.decide import Rules
+from launch.agent.decide import Rules, Smaller
 from launch.agent.lookout import stopped_worker
 from launch.agent.loop import Agent
 from launch.agent.phases import DEFAULTS, Limits
@@ -28,7 +28,7 @@ from launch.run.preflight import only_run_in
 from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.clock import Clock
-from tests.launch.agent.ends import A, attempt, end
+from tests.launch.agent.ends import A, B, attempt, end
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.load import load_recipe
 from tools.runs.attempts import Plan, Verdict, folder_of, read_attempts, write
@@ -404,6 +404,20 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_end(tmp_path, monkeypatch):
     agent, over = Agent(job(tmp_path, 0)), attempt(end(A, 100, outcome="done"), hosts=[A])
     agent.meeting = SimpleNamespace(now=lambda: 200.0, verdict=lambda number, decide: decide(over))
     assert agent._verdict(over.plan).decision == "done"
+
+
+def test_a_checkpoint_that_cannot_be_read_hides_no_host_that_is_gone(tmp_path, monkeypatch):
+    """Agents asked whether the others can go on alone, and ended with this error before they said who was gone."""
+
+    def unread(root):
+        raise CheckpointError(f"{root}: this path cannot be read (Input/output error)")
+
+    monkeypatch.setattr(loop, "newest_saved", unread)
+    monkeypatch.setattr(loop, "smaller", lambda recipe, hosts, slots, step: Smaller(1, [], f"on {hosts} host"))
+    agent, over = Agent(job(tmp_path, 1)), attempt(end(A, 100), end(B, 90, cause="lost node", by=A), hosts=[A, B])
+    agent.meeting = SimpleNamespace(now=lambda: 200.0, verdict=lambda number, decide: decide(over))
+    found = agent._verdict(over.plan)
+    assert (found.decision, found.initiator) == ("smaller", B) and "on 1 host" in found.why
 
 
 @pytest.mark.parametrize(("batch", "done"), [(4, 4), (8, 8), (16, 16)])

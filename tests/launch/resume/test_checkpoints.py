@@ -22,7 +22,7 @@ from tests.launch.resume.conftest import TOY
 from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
 from tests.tools.checkpoint.test_stored import saved
 from tests.training.runs import ROOT, TINY_DP2
-from tools.checkpoint.scan import CheckpointInfo
+from tools.checkpoint.scan import CheckpointInfo, is_sealed
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -360,8 +360,10 @@ def test_what_force_removes_is_not_named_by_the_tracker(tmp_path, whole):
     for rank in range(2):
         write_seal(whole, rank, 2, 4)
     (whole.parent / TRACKER).write_text("4")
+    moved = whole.rename(tmp_path / "on another disk")
+    whole.symlink_to(moved)  # which ended the launch after it had removed the rest of the run
     checkpoints.clear_save_path(whole.parent)
-    assert not whole.exists() and not (whole.parent / TRACKER).exists()
+    assert not whole.is_symlink() and is_sealed(moved) and not (whole.parent / TRACKER).exists()
 
 
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):

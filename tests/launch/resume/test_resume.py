@@ -36,19 +36,23 @@ def test_more_steps_than_the_epoch_has_are_refused_and_the_way_on_is_named(train
     )
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["not mounted", "another save_path"])
-def test_a_run_does_not_begin_anew_where_the_folder_of_its_checkpoints_is_empty(train, runs, trained, elsewhere):
+@pytest.mark.parametrize(
+    "named", ["checkpoint/iteration_00000050", "disk/iteration_00000050", "checkpoint/iteration_00000050_best"]
+)
+def test_a_run_does_not_begin_anew_where_the_folder_of_its_checkpoints_is_empty(train, runs, trained, named):
     """It trained from step 1 on, because no attempt had gone on from a checkpoint."""
     note(trained, Span("save", 50, 10.0, 11.0, sealed=True))
-    if not elsewhere:
+    elsewhere = named == "checkpoint/iteration_00000050"
+    if named.startswith("disk"):  # not mounted
         (trained / "checkpoint").rename(trained / "disk")
+    elif not elsewhere:
+        (trained / "checkpoint/iteration_00000050").rename(trained / named)
     more = ["--set", f"checkpoint.save_path={trained / 'another'}"] if elsewhere else []
     code, _, err = train(TOY, "--resume", "auto", "--steps", "100", *more)
     assert code == 2 and len(runs) == 1, err
     assert "no checkpoint is in this folder, although this run has saved step 50" in err
     shutil.rmtree(trained / "another", ignore_errors=True)
-    named = trained / ("checkpoint" if elsewhere else "disk") / "iteration_00000050"
-    train(TOY, "--resume", str(named), "--steps", "100", *more)
+    train(TOY, "--resume", str(trained / named), "--steps", "100", *more)
     assert len(runs) == 2, "what is named is taken"
 
 

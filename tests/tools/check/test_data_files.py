@@ -448,7 +448,7 @@ def test_corpora_without_weights_are_read_once(tmp_path):
     two = [write(tmp_path / "a", [400] * 40), write(tmp_path / "b", [377] * 23)]
     key, sizes = "train_dataset.data_loader.sizes", (*LOADER, "sizes")
     recipe = put(on(two[0]), (*LOADER, "config", "data_path"), two)
-    assert key not in wrong(put(recipe, sizes, [191, 0, 0]))
+    assert key not in wrong(each := put(recipe, sizes, [191, 0, None])) and len(served(each)) == 191
     assert re.search("^error.* the 191 of one pass", str(wrong(put(recipe, sizes, [192, 0, 0]))[key]))
     part = put(recipe, (*LOADER, "config", "split"), "0.7, 0.3, 0")
     more, most = (wrong(put(part, sizes, [count, 0, 0])).get(key) for count in (135, 192))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from itertools import count
@@ -14,7 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as whole
 
+from launch.resume.checkpoints import check_save_path
 from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import (
     REFUSED,
     TRACKER,
@@ -27,7 +30,7 @@ from plugins.sealed_checkpoint.plan import (
     write_seal,
 )
 from tests.crashes import deaths
-from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
+from tools.checkpoint.scan import is_sealed, later_than, lies_in, newest_saved, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
 
@@ -77,6 +80,51 @@ def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path)
     assert later_than(tmp_path / "own", renamed) == [third], "its seals say the step"
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_checkpoint_behind_a_link_is_one_of_the_run(tmp_path, inside):
+    """All checkpoints of the run were put aside, also the one from which the run was to go on."""
+    root, (_, second, third) = tmp_path / "own", [save(tmp_path / "own", step) for step in (4, 8, 100)]
+    link = tmp_path / "best"
+    if inside:  # it was moved to another disk
+        second.rename(link)
+        link, second = second, link
+    link.symlink_to(second)
+    assert later_than(root, link) == [third]
+    assert lies_in(link, root) and not lies_in(link, tmp_path / "else")
+
+
+@pytest.mark.parametrize("look", [newest_saved, lambda root: scan_checkpoints(root)[0]])
+def test_a_checkpoint_that_is_removed_after_it_was_read_is_passed_over(tmp_path, monkeypatch, look):
+    """An agent looks while a worker that has not heard of the end still removes the oldest checkpoint."""
+    kept, newest, fault = save(tmp_path, 4), save(tmp_path, 8), plan.fault
+
+    def removed(folder, **given):
+        found = fault(folder, **given)
+        if folder == newest:
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(plan, "fault", removed)
+    assert look(tmp_path).path == kept
+
+
+@pytest.mark.parametrize("look", [adopt, scan_checkpoints, lambda root: check_save_path(root, False, False)])
+@pytest.mark.parametrize("start", ["saving_0000-a", "moving_1"])
+def test_a_folder_that_another_process_removes_while_it_is_looked_for_ends_nobody(tmp_path, monkeypatch, look, start):
+    """Agents of several nodes set checkpoints aside at once; one of them ended with a FileNotFoundError."""
+    folder, scandir = tmp_path / start, os.scandir
+    folder.mkdir()
+
+    def removed(path):
+        if Path(path) == folder and folder.exists():
+            folder.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed)
+    look(tmp_path)
+    assert (start.startswith("moving") and look == scan_checkpoints) or not folder.exists()
+
+
 def of_batch(root, attempt, step, batch):
     """Save a step of `batch` samples as an attempt does, before the checkpoint is put in its place."""
     folder = saving_folder(root, f"{attempt:04d}-x") / f"iteration_{step:08d}"
@@ -109,6 +157,18 @@ def test_a_run_goes_on_from_where_it_had_come_furthest_whatever_the_batches(atte
                 if published or number < saves - 1:  # else a death comes before it
                     remove_old(root, publish(folder, root), 3, f"{attempt:04d}-x")
                     assert len(list(root.glob("iteration_*"))) <= 3
+
+
+@pytest.mark.parametrize("end", ["_best", ".bak", " (copy)"])
+def test_a_copy_that_a_user_has_named_is_neither_removed_nor_loaded(tmp_path, end):
+    """It counted as the oldest checkpoint of the run, and was removed after the next saves."""
+    copy = save(tmp_path, 9).rename(tmp_path / f"iteration_00000009{end}")
+    (tmp_path / "iteration_00000001.tar").write_text("an archive")  # no run went on, because it is no folder
+    assert scan_checkpoints(tmp_path) == (None, [])
+    for step in (2, 4, 6):
+        remove_old(tmp_path, publish(of_batch(tmp_path, 1, step, 4), tmp_path), 1, "0001-x")
+    assert scan_checkpoints(tmp_path)[0].step == 6 and is_sealed(copy)
+    assert not (tmp_path / "iteration_00000004").exists()
 
 
 def test_a_branch_leaves_behind_what_had_come_further_whatever_the_batches(tmp_path):

@@ -291,6 +291,14 @@ def saved(folder, *slots):
     return checkpoint.write()
 
 
+def test_a_folder_in_the_place_of_metadata_is_named(four):
+    folder = four.write()
+    (folder / "metadata.json").unlink()
+    (folder / "metadata.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"metadata\.json: the file cannot be read \(Is a directory\)"):
+        read_whole(folder)
+
+
 def test_experts_that_moved_are_refused_without_the_plugin_only(tmp_path):
     folder = saved(tmp_path, [1, 0, 2, 3], [1, 0, 2, 3])
     assert moved(read_placements(folder)) == [LAYER]

@@ -96,6 +96,15 @@ def test_trained_weights_change_their_type_and_the_biases_of_routers_keep_it(the
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_of_two_types_that_half_of_the_weights_have_the_first_one_is_named(tmp_path):
+    """Two conversions of the same weights named one or the other."""
+    for types in (["float32", "bfloat16"], ["bfloat16", "float32"]):
+        tensors = {name: [kind, [2, 2]] for name, kind in zip("ab", types, strict=True)}
+        files = {"model.safetensors": {"tensors": tensors, "sha256": "", "crc32": {}}}
+        run._finish_hugging_face(tmp_path, files, MODEL, SimpleNamespace(bytes=32), None)
+        assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == types[0]
+
+
 def test_cut_short_it_goes_on_where_it_was(theirs, tmp_path, monkeypatch):
     written, real = [], run.save_file
 

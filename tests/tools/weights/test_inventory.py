@@ -319,3 +319,11 @@ def test_conversions_either_way(tmp_path):
     assert called("inspect", tmp_path / "back").exit_code == 0, "nothing was read"
     refused = called("convert", tmp_path / "back", tmp_path / "there", *words[:4])
     assert "does not match its checksum" in str(refused.exception) and not (tmp_path / "there").exists()
+    sums = tmp_path / "back" / CHECKSUMS
+    sums.write_text(sums.read_text()[:-20])  # of a copy that was cut short: all was taken for whole
+    shown = called("inspect", tmp_path / "back", "--values")
+    assert shown.exit_code == 1 and f"{CHECKSUMS} is not JSON: " in shown.output
+    refused = called("convert", tmp_path / "back", tmp_path / "there", *words[:4])
+    assert "nothing shows whether the files are whole" in str(refused.exception)
+    sums.write_text('{"files": ["model.safetensors"]}')  # another program's
+    assert called("inspect", tmp_path / "back", "--values").exit_code == 0

@@ -145,13 +145,6 @@ def test_shards_over_some_copies_lie_on_neighbours(monkeypatch):
     assert lying.holders == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_shards_that_are_no_part_of_the_matrix_are_left_whole(monkeypatch):
-    config = from_recipe(load_recipe(ROOT / "tests" / "training" / "sharded_zero.yaml"))
-    monkeypatch.setattr(configuration, "weight_shards", lambda weight, config: 3)
-    _, weight = next(reshard_target._held(config, 0))
-    assert reshard_target._cut(weight, config)[1] == ((2,), ())
-
-
 @pytest.mark.parametrize(
     ("schedule", "numbers"),
     [("interleaved_1f1b", [[0, 3, 4, 5], [1, 2, 6]]), ("zero_bubble_v", [[0, 4, 5, 6], [1, 2, 3]])],

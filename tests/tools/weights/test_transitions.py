@@ -32,6 +32,7 @@ from tools.weights.hugging_face_names import table
 from tools.weights.hugging_face_sizes import sizes_of
 from tools.weights.reshard import folder_in, reshard
 from tools.weights.reshard_plan import plan_recipes, plan_stored
+from tools.weights.reshard_target import target_of
 from tools.weights.source import open_source
 
 BASE = load_recipe(HERE / "sharded.yaml")
@@ -284,6 +285,21 @@ def transition(case):
             assert (move.old, move.new) == (other.old, other.new), move.name
         shutil.rmtree(target)
     return True
+
+
+@pytest.mark.parametrize(("dp", "cp", "tp"), [(2, 3, 1), (4, 1, 3), (2, 3, 2), (3, 2, 1)])
+@pytest.mark.parametrize("size", [2, 3, 4, -1])
+def test_neighbours_share_a_weight_that_no_axis_of_the_ranks_divides(dp, cp, tp, size):
+    """Of three ranks of context or tensor parallelism no two are apart from the third; such weights were whole."""
+    model = dict(BASE["model"]["model_config"]) | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+    model |= {"hidden_size": 12, "vocab_size": 24, "num_attention_heads": 12, "n_routed_experts": 6}
+    recipe = Recipe(copy.deepcopy(dict(BASE)) | {"model": {"model_config": model}})
+    shard = {"shard": True, "size": size, "least": 0, "schedule": "1f1b"}
+    degree, rows = {"dp": dp, "cp": cp, "tp": tp, "pp": 1, "ep": 2, **shard}, [[2]]
+    target = target_of(laid_out(recipe, degree, rows))
+    for name, placed in target.weights.items():
+        parts = holders(name, placed.shape, name, degree, rows, False)
+        assert list(map(list, placed.lying.holders)) == [parts[part] for part in sorted(parts)], name
 
 
 @pytest.mark.slow
