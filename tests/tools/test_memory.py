@@ -69,6 +69,14 @@ def test_advice_cuts_no_key_value_heads_that_check_refuses_to_cut():
     assert "context_parallel doubled" in said and "model_parallel" not in said
 
 
+def test_advice_for_experts_without_tensor_parallelism_also_sets_sequence_parallelism(times):
+    """MindFormers trains no experts with tensor parallelism and without sequence parallelism."""
+    recipe = load_recipe("docs/examples/moe_20b.yaml")
+    found = {row.name: row for row in explain(recipe, times, room_of(recipe, times.hardware, 20), pairs=False)}
+    doubled = found["model_parallel doubled, data_parallel halved"]
+    assert doubled.keys["parallel_config.use_seq_parallel"] is True and not doubled.refused
+
+
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
     """Compiled by `tc3 dryrun --quick`, 120.6 to 139.3 GiB at ep 1 and 35.7 to 43.4 at ep 8; the limit is 58."""
     recipe = public_48()
