@@ -252,7 +252,12 @@ def notes(found: Found) -> list[str]:
         f"other software); margin {100 * request.margin:.1f} %.",
     ]
     words = f"Effort {found.effort:g} for each placement"
-    lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
+    if found.cut or not found.whole:
+        lines.append(
+            f"{words}; {LATE if found.cut else 'the search was interrupted and has not placed all candidates'}."
+        )
+    else:
+        lines.append(f"{words}: the same on every machine.")
     for one in found.uneven:
         if one.config is best.config and one.name != "recipe":
             lines.append(
