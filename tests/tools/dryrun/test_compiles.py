@@ -7,7 +7,6 @@ import gzip
 import importlib.metadata
 import os
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
