@@ -244,8 +244,9 @@ def notes(found: Found) -> list[str]:
     predictions, and the recipe for which the search ran.
     """
     request, best = found.request, found.best
+    dispatch = f"dispatch {best.config.ep_mode}, " if best.candidate.ep > 1 else ""
     lines = [
-        f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
+        f"Found by tc3 search: {best.layout}, {dispatch}recomputation {best.recompute}.",
         f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s per step, MFU "
         f"{100 * best.mfu:.1f} %, {best.peak / GIB:.1f} GiB on the heaviest stage of {request.cap / GIB:.1f}.",
         f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
