@@ -155,7 +155,7 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
             self.folder = folder
 
         def usual(self):
-            return 1.0 if self.folder.name == "apply_rope_fusion_true" else 2.0
+            return 1.0 if self.folder.name == "bias_swiglu_fusion_true" else 2.0
 
     monkeypatch.setattr("launch.firsthour.hour.ask", lambda words, seconds: asked.append(words) or fit)
     monkeypatch.setattr("launch.firsthour.hour.load_run", Read)
@@ -168,9 +168,9 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
     assert all("--script" in words and "--json" not in words for words in scripts)
     verdicts = {item.what: item.verdict for item in found}
     assert verdicts["step time"] == "ok" and verdicts["memory"] == "unknown"
-    assert verdicts["model.model_config.apply_rope_fusion"] == "ok"
+    assert verdicts["model.model_config.bias_swiglu_fusion"] == "ok"
     overlay = load_recipe(hour.work / "overlay.yaml")
-    assert overlay["model"]["model_config"]["apply_rope_fusion"] is True
+    assert overlay["model"]["model_config"]["bias_swiglu_fusion"] is True
 
 
 def test_a_training_on_several_nodes_has_equally_many_devices_on_each(hour, monkeypatch):
