@@ -73,7 +73,6 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     times = TimeModel(request().hardware)
     assert entry_of(config, times).seconds == pytest.approx(best["step_s"])
     assert f"{best['step_s']:.2f} s per step" in overlay.read_text("utf-8")
-    assert ", dispatch " in overlay.read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -179,15 +178,6 @@ def test_wrong_inputs():
 
 
 @pytest.mark.usefixtures("stand_in_placement")
-def test_a_written_recipe_of_a_dense_model_names_no_dispatch(tmp_path):
-    limits = [word for limit in ("pp=2", "tp=8", "vpp=1", "cp=1", "mbs=1") for word in ("--limit", limit)]
-    words = ["recipes/telechat3_36b/pretrain_8k.yaml", *limits, "--top", "1", "--write", str(tmp_path / "o.yaml")]
-    assert CliRunner().invoke(search, words, catch_exceptions=False).exit_code == 0
-    said = (tmp_path / "o.yaml").read_text("utf-8")
-    assert "Found by tc3 search: tp8 pp2" in said and "dispatch" not in said
-
-
-@pytest.mark.usefixtures("stand_in_placement")
 def test_interrupted_it_shows_the_best_so_far(monkeypatch, tmp_path):
     placed, overlay = [], tmp_path / "o.yaml"
 
@@ -199,10 +189,8 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch, tmp_path):
 
     monkeypatch.setattr(workers, "screen", interrupted)
     result = run("--top", 4, "--json", "--write", overlay)
-    assert result.exit_code == 130
-    assert "interrupted: this is the best so far" in result.stderr
-    written = overlay.read_text("utf-8")
-    assert "the search was interrupted" in written and "the same on every machine" not in written
+    assert result.exit_code == 130 and "interrupted: this is the best so far" in result.stderr
+    assert "placement; the search was interrupted" in overlay.read_text("utf-8")
     early = json.loads(result.stdout)
     assert not early["whole"] and len(early["strategies"]) == 2
 
