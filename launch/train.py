@@ -91,8 +91,10 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
         flat = Path(folder) / "recipe.yaml"
         dump_recipe(with_bind_file(recipe), flat)
         config = MindFormerConfig(str(flat))
-    backend.after_import()
-    build_context(config)
+        backend.after_import()
+        tempfile.tempdir = folder  # MindFormers writes a file there that MindSpore reads at once, and leaves it
+        build_context(config)
+        tempfile.tempdir = None
     backend.after_context()
     when_together(get_real_rank())
     backend.enable(config)

@@ -281,6 +281,9 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:
         console.print("nothing that this model knows frees memory here")
+    if not fits and not any(row["fit"] == FITS and not row["refused"] for row in proposals):
+        console.print("no change that was tried surely makes it fit: tc3 search looks at every layout on these devices")
+    if not proposals:
         return
     unit, size = unit_of(max(row["peak"] for row in proposals))
     table = Table(box=None, pad_edge=False)

@@ -34,6 +34,7 @@ from plugins.errors import ClusterError, RecipeError
 from tools.doctor.ask import Trouble, call_each
 from tools.dryrun.one_stage import one_stage
 from tools.layout.resolve import resolve
+from tools.process.host import read_hosts
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini_ascend import ON_CPU, ascend_minis
@@ -53,8 +54,10 @@ class NpuHour(Hour):
 
     @property
     def each(self) -> int:
-        """Return the number of devices of a node."""
-        return len(self.npus) or self.view.node
+        """Return the number of devices of a node that are used: all, or as many as the hosts file says."""
+        own = len(self.npus) or self.view.node
+        asked = read_hosts(self.nodes, own)[1] if self.nodes else own
+        return min(asked, own) if self.npus else asked
 
     @property
     def world(self) -> int:

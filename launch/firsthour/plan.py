@@ -42,10 +42,13 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
     first = hour.names[0] if hour.nodes else "FIRST_NODE"  # to be named with --nodes
     master = first if hour.world > hour.each else MASTER
     groups = next(one for one in checks if one["check"] == "collectives")
-    groups["measures"] = [words_of(row) for row in hour.group_rows()]
+    groups["measures"] = [
+        words_of(row) + ("" if row["groups"] else f": not measured, because the nodes have {hour.world:,} devices")
+        for row in hour.group_rows()
+    ]
     groups["commands"] = [shlex.join(command_of(hour.work / "collectives", hour.world, hour.each, 0, master))]
-    plan: dict[str, Any] = {"recipe": str(hour.recipe), "nodes": nodes, "devices": view.devices, "budget": budget}
-    plan["npus"] = isinstance(hour, NpuHour)
+    plan: dict[str, Any] = {"recipe": str(hour.recipe), "nodes": nodes, "devices": _devices(hour), "budget": budget}
+    plan |= {"npus": isinstance(hour, NpuHour), "recipe_devices": view.devices}
     plan |= {"checks": checks, "seconds": sum(check["seconds"] for check in checks)}
     if not view.on_cpu:
         config = from_recipe(resolve(load_recipe(hour.recipe), layout="file"))
@@ -54,6 +57,11 @@ def plan_of(hour: Hour, budget: float) -> dict[str, Any]:
         except RecipeError as error:  # adapters, or a schedule that cannot be simulated
             plan["predicted_step_s"], plan["why_no_step"] = None, str(error)
     return plan
+
+
+def _devices(hour: Hour) -> int:
+    """Return the number of devices of the nodes; the recipe's, where CPU workers stand for them."""
+    return hour.world if isinstance(hour, NpuHour) else hour.view.devices
 
 
 def _where(hour: Hour, check: str, nodes: int) -> str:
@@ -67,7 +75,7 @@ def _where(hour: Hour, check: str, nodes: int) -> str:
         trained = {"mini": one, "parallel": f"{counts} devices"}.get(check, "one device of this node")
     places = {
         "hosts": f"{names}, one process each", "versions": "no process: the reports of the check hosts",
-        "devices": f"{names}, ranks 0-{view.devices - 1}",
+        "devices": f"{names}, ranks 0-{_devices(hour) - 1}",
         "operators": f"{names}, one device of each after the other",
         "calibrate": "this node", "collectives": f"{hour.world} devices, msrun on each node",
     }  # fmt: skip
@@ -82,6 +90,10 @@ def as_text(plan: dict[str, Any]) -> str:
     lines = [f"{plan['recipe']}: {size}, {plan['budget']:.0f} s"]
     if plan["npus"]:
         lines.append("the plan is for NPUs, on which it has not run; a host without NPUs rehearses it on its CPU")
+    if plan["devices"] < plan["recipe_devices"]:
+        lines.append(
+            f"the recipe takes {plan['recipe_devices']:,} devices: the nodes are checked, but not a whole step"
+        )
     for check in plan["checks"]:
         needs = f"; needs {', '.join(check['needs'])}" if check["needs"] else ""
         lines += [

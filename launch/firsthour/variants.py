@@ -17,7 +17,10 @@ from typing import Any
 from launch.firsthour.checks import Finding
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from tools.check.check import check_recipe
 from tools.files.atomic import write_atomically
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODE, MODEL, View
 
 STEPS = 6
@@ -54,7 +57,8 @@ def variants_of(view: View, on_cpu: bool) -> list[Variant]:
     """Return the variants of a recipe, ordered by key; for each key the variant with the recipe's own value comes
     first.
 
-    A recipe that sends no tokens between devices has no dispatch modes; on a CPU there are no fused operators.
+    A recipe that sends no tokens between devices has no dispatch modes; on a CPU there are no fused operators. Values
+    that `tc3 check` refuses are left out, such as fused RoPE with multi-latent attention.
     """
     found: list[Variant] = []
     if view.ep > 1 and view.has(MODE):
@@ -65,7 +69,14 @@ def variants_of(view: View, on_cpu: bool) -> list[Variant]:
         for name in FUSED:
             if isinstance(own := view.get((*MODEL, name)), bool):
                 found += _of((*MODEL, name), own, (True, False))
-    return found
+    known = _errors(view.recipe)
+    found = [one for one in found if one.own or _errors(apply_overrides(view.recipe, one.words[1:])) <= known]
+    several = {one.key for one in found if not one.own}
+    return [one for one in found if one.key in several]
+
+
+def _errors(recipe: Recipe) -> set[str]:
+    return {f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors}
 
 
 def _of(path: tuple[str, ...], own: Any, values: Sequence[Any]) -> list[Variant]:

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
@@ -22,7 +23,7 @@ from tools.layout.budget import Budget
 from tools.layout.offsets import path_of, write_layout
 from tools.layout.resolve import make_layout, resolve
 from tools.measured import MemoryTerms, applied
-from tools.memory import _report, _worst, explain, memory, pass_in_words, unit_of, verdict
+from tools.memory import _report, _worst, explain, memory, pass_in_words, print_proposals, unit_of, verdict
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -67,6 +68,14 @@ def test_advice_cuts_no_key_value_heads_that_check_refuses_to_cut():
     assert any("8 key-value heads cannot be divided over 16" in str(one) for one in check_recipe(refused).errors)
     said = checked_advice(recipe, 10 * GIB)
     assert "context_parallel doubled" in said and "model_parallel" not in said
+
+
+def test_advice_for_experts_without_tensor_parallelism_also_sets_sequence_parallelism(times):
+    """MindFormers trains no experts with tensor parallelism and without sequence parallelism."""
+    recipe = load_recipe("docs/examples/moe_20b.yaml")
+    found = {row.name: row for row in explain(recipe, times, room_of(recipe, times.hardware, 20), pairs=False)}
+    doubled = found["model_parallel doubled, data_parallel halved"]
+    assert doubled.keys["parallel_config.use_seq_parallel"] is True and not doubled.refused
 
 
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
@@ -214,6 +223,21 @@ def test_as_few_layers_are_recomputed_as_fit():
         assert stage_memory(changed, stage).peak <= limit or count == config.layers[0][stage]
     assert 0 < sum(counts) < config.model.layers
     assert fewest_recomputed(config, 2 * peak_memory(config)) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "fits", "led"),
+    [
+        ([], False, True),
+        ([], True, False),
+        ([(FITS, "")], False, False),
+        ([(FITS, "refused"), (UNKNOWN, "")], False, True),
+    ],
+)
+def test_where_no_change_surely_fits_the_search_is_named(capsys, rows, fits, led):
+    row = {"name": "a change", "keys": {}, "peak": 2.0 * GIB, "freed": GIB, "slower": 0.1}
+    print_proposals([{**row, "fit": fit, "refused": refused} for fit, refused in rows], Console(width=200), fits)
+    assert ("tc3 search looks at every layout" in capsys.readouterr().out) == led
 
 
 def test_nothing_is_proposed_where_nothing_is_known(times):

@@ -65,7 +65,13 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
     """Run all compiles of a dry run's plan, and return their results in order. A compile whose result is in the cache
     is not run again. If `texts` is True, also store the text of each final graph (see `text_of`).
+
+    Nothing is compiled if the degrees make a communication group that MindSpore refuses on a host without an NPU: the
+    result of the first job says so.
     """
+    first = plan.jobs[0]
+    if _of_group(first.recipe):
+        return [{"rank": first.rank, "stage": first.stage, "error": {"type": "RuntimeError", "message": _NOT_TRIED}}]
     known = {
         place: {**found, "cached": True}
         for place, job in enumerate(plan.jobs)
@@ -169,7 +175,8 @@ class _Run:
         self.job, self.out, self.log = job, folder / "out.json", folder / "log"
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
-        environment = {**HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
+        # MindFormers leaves a temporary file in every process
+        environment = {**HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3", "TMPDIR": str(folder)}
         files = [folder / "job.json", self.out, *text]
         command = [sys.executable, "-m", WORKER, str(os.getpid()), *map(str, files)]
         with self.log.open("wb") as log:
@@ -324,6 +331,7 @@ _NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call
 # what MindSpore says of its own graph, not of a recipe; the Python lines below it are where it was, not the cause
 _INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
 
+_NOT_TRIED = "nothing was compiled here; on a host with NPUs MindSpore makes this group"
 _NO_KEY = "no key of the recipe is known for this message"
 
 
@@ -338,14 +346,16 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):
         return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
+    known = _of_group(recipe)
+    if said == _NOT_TRIED:
+        return known + said
     if _GROUP.search(said):
-        known = _of_group(recipe)
         return f"{known}{kind}: {said}" if known else f"{kind}: {said} ({_NO_KEY})"
     if key := _first(_KEYS, said):
         return f"{key}: {kind}: {said}"
     guess = _first(_GUESSES, said) or source_key(message)
-    known = f"the key is a guess: {guess}" if guess else _NO_KEY
-    return f"{kind}: {said} ({known})"
+    words = f"the key is a guess: {guess}" if guess else _NO_KEY
+    return f"{kind}: {said} ({words})"
 
 
 def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
@@ -366,7 +376,8 @@ def _internal(recipe: Recipe | None) -> str:
 
 def _of_group(recipe: Recipe | None) -> str:
     """Return the key that makes a group of ranks which MindSpore refuses, and why, if the degrees make one."""
-    found = refused_degree(View(recipe), convert(View(recipe), load_schema())) if recipe else None
+    view = View(recipe) if recipe else None
+    found = refused_degree(view, convert(view, load_schema())) if view and view.parallel else None
     return f"{dotted(found[0])}: {found[1]}: " if found else ""
 
 

@@ -107,8 +107,8 @@ class _Part(Budget):
 
 @contextmanager
 def interruptible(budget: Budget) -> Iterator[None]:
-    """While the `with` block runs, Ctrl-C or SIGTERM stops the search's `budget` instead of the process; a second
-    Ctrl-C raises KeyboardInterrupt.
+    """While the `with` block runs, Ctrl-C, SIGTERM or SIGHUP stops the search's `budget` instead of the process; a
+    second Ctrl-C raises KeyboardInterrupt.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -116,5 +116,5 @@ def interruptible(budget: Budget) -> Iterator[None]:
             raise KeyboardInterrupt
         budget.stop()
 
-    with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop):
+    with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop), handled(signal.SIGHUP, stop):
         yield

@@ -88,20 +88,20 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that ask a p
 
 
 @contextmanager
-def collected_signals(received: list[int], numbers: Sequence[int] = NUMBERS) -> Iterator[list[int]]:
+def collected_signals(received: list[int]) -> Iterator[list[int]]:
     """While the `with` block runs, signals do not end this process, but are appended to the list `received`."""
     with ExitStack() as handlers:
-        for number in numbers:
+        for number in NUMBERS:
             handlers.enter_context(handled(number, lambda number, frame: received.append(number)))
         yield received
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the `with` block, which should take only milliseconds."""
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the end of the `with` block, which should take only milliseconds."""
     arrived: list[int] = []
     try:
-        with collected_signals(arrived, (signal.SIGINT, signal.SIGTERM)):
+        with collected_signals(arrived):
             yield
     finally:
         for number in dict.fromkeys(arrived):
@@ -126,23 +126,24 @@ def deaf_children() -> Iterator[None]:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt in the `with` block as Ctrl-C does, so that every `with` and `finally`
-    cleans up.
+    """Make SIGTERM, and SIGHUP of a terminal that closes, raise KeyboardInterrupt in the `with` block as Ctrl-C does,
+    so that every `with` and `finally` cleans up.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with handled(signal.SIGTERM, interrupt):
+    with handled(signal.SIGTERM, interrupt), handled(signal.SIGHUP, interrupt):
         yield
 
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Handle a signal with the function `handler` while the `with` block runs. Outside the main thread, where Python
-    allows no signal handlers, do nothing.
+    allows no signal handlers, do nothing; neither for a SIGHUP that is ignored, because nohup makes it so.
     """
-    if threading.current_thread() is not threading.main_thread():
+    nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+    if nohup or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(number, handler)

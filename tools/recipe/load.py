@@ -192,7 +192,9 @@ def _marks(spot: _Spot, path: KeyPath) -> Any:
 
 def _text(file: str) -> str:
     if not file.endswith((".yaml", ".yml")):
-        raise RecipeError(f"{file}: a recipe must be a .yaml file{_nearby(file)}")
+        public = "; write a model's sizes under model.model_config of a recipe (docs/your-own-model.md)"
+        hint = public if file.endswith(".json") else _nearby(file)
+        raise RecipeError(f"{file}: a recipe must be a .yaml file{hint}")
     try:
         return small_text(file)
     except FileNotFoundError:

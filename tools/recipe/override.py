@@ -190,7 +190,8 @@ def _unknown(recipe: dict[str, Any], node: Any, path: KeyPath, word: str, name: 
     hint = did_you_mean(name, same_leaf) or did_you_mean(name, known)
     if not hint and same_leaf:
         hint = f" (did you mean {same_leaf[0]!r}?)"
-    return f"{here} has no key {word!r}{hint}"
+    new = "" if same_leaf else "; --set changes only keys that the recipe has: write a new key into the recipe"
+    return f"{here} has no key {word!r}{hint}{new}"
 
 
 def _paths(node: Any, path: KeyPath) -> Any:

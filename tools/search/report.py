@@ -244,15 +244,21 @@ def notes(found: Found) -> list[str]:
     predictions, and the recipe for which the search ran.
     """
     request, best = found.request, found.best
+    dispatch = f"dispatch {best.config.ep_mode}, " if best.candidate.ep > 1 else ""
     lines = [
-        f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
+        f"Found by tc3 search: {best.layout}, {dispatch}recomputation {best.recompute}.",
         f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s per step, MFU "
         f"{100 * best.mfu:.1f} %, {best.peak / GIB:.1f} GiB on the heaviest stage of {request.cap / GIB:.1f}.",
         f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
         f"other software); margin {100 * request.margin:.1f} %.",
     ]
     words = f"Effort {found.effort:g} for each placement"
-    lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
+    if found.cut or not found.whole:
+        lines.append(
+            f"{words}; {LATE if found.cut else 'the search was interrupted and has not placed all candidates'}."
+        )
+    else:
+        lines.append(f"{words}: the same on every machine.")
     for one in found.uneven:
         if one.config is best.config and one.name != "recipe":
             lines.append(

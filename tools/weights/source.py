@@ -162,7 +162,8 @@ def open_source(path: Path) -> Source:
     described = (path / "config.json").exists()  # no iteration of a run has one
     if parts := sorted(path.glob("*.safetensors" if described else "*-of-*.safetensors")):
         return Source(path, "Hugging Face", _without_index(path, parts))
-    if pickles := sorted(file for kind in _PICKLES for file in path.glob(f"*.{kind}")):
+    torchs = (file for kind in _PICKLES for file in path.glob(f"*.{kind}") if not file.with_suffix(".idx").exists())
+    if pickles := sorted(torchs):  # beside an .idx lies a corpus
         raise CheckpointError(
             f"{path}: {pickles[0].name} is a pickle, which is not read because it can run code; write safetensors with "
             "transformers' save_pretrained(TO, safe_serialization=True)"

@@ -22,12 +22,14 @@ from launch.firsthour.trainings import judge_resume
 from launch.firsthour.variants import SURE, judge_variants, variants_of, winner_of, write_overlay
 from plugins.errors import ClusterError
 from plugins.hierarchical_ep.plan import MODES
+from tools.check.check import check_recipe
 from tools.doctor.ask import Answer, Skew, Trouble
 from tools.doctor.checks import Finding as Checked
 from tools.doctor.report import Report, tool_version
 from tools.hardware.units import GIB
 from tools.measured import OUTCOMES, hashed
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Plan, folder_of, write
 
@@ -417,12 +419,21 @@ def test_modes_and_fused_operators_are_those_of_the_recipe():
     assert [one.own for one in modes] == [True] + [False] * (len(modes) - 1)
     assert {one.value for one in modes} >= set(MODES)
     plain = of(PLAIN)
-    assert {one.path[-1] for one in plain} == {
-        *("moe_token_dispatcher_type", "apply_rope_fusion", "bias_swiglu_fusion"),
-    }  # fmt: skip
-    assert [one.value for one in plain if one.path[-1] == "apply_rope_fusion"] == [False, True]
+    assert {one.path[-1] for one in plain} == {"moe_token_dispatcher_type", "bias_swiglu_fusion"}
+    assert [one.value for one in plain if one.path[-1] == "bias_swiglu_fusion"] == [False, True]
     assert of(PLAIN, on_cpu=True) == []
     assert of(ROOT / "recipes" / "mini" / "pretrain.yaml", on_cpu=True) == []
+
+
+def test_no_variant_is_trained_that_check_refuses():
+    """Fused RoPE was planned, and never trained, for each model with multi-latent attention."""
+    for recipe in (PLAIN, OVERLAP):
+        for one in of(recipe):
+            assert check_recipe(apply_overrides(load_recipe(recipe), one.words[1:])).errors == []
+    pairs = apply_overrides(
+        load_recipe(ROOT / "docs" / "examples" / "moe_20b.yaml"), ["parallel_config.expert_parallel=2"]
+    )
+    assert {one.path[-1] for one in variants_of(View(pairs), on_cpu=False)} == {"bias_swiglu_fusion"}
 
 
 def test_an_own_value_that_did_not_train_does_not_stay(tmp_path):
@@ -436,8 +447,8 @@ def test_an_own_value_that_did_not_train_does_not_stay(tmp_path):
     ("faster", "winner"), [(1.0, None), (1 - SURE / 2, None), (1 - 2 * SURE, True), (1.5, None), (None, None)]
 )
 def test_a_variant_wins_only_if_it_is_surely_faster(tmp_path, faster, winner):
-    variants = [one for one in of(PLAIN) if one.path[-1] == "apply_rope_fusion"]
-    seconds = {"own": 0.5, "apply_rope_fusion_true": None if faster is None else 0.5 * faster}
+    variants = [one for one in of(PLAIN) if one.path[-1] == "bias_swiglu_fusion"]
+    seconds = {"own": 0.5, "bias_swiglu_fusion_true": None if faster is None else 0.5 * faster}
     best = winner_of(variants, seconds)
     assert (best.value if best else None) == winner
     file = tmp_path / "overlay.yaml"
@@ -448,7 +459,7 @@ def test_a_variant_wins_only_if_it_is_surely_faster(tmp_path, faster, winner):
     assert ("written to overlay.yaml" in found.seen) == bool(winner)
     if winner:
         child = load_recipe(file)
-        assert child["model"]["model_config"]["apply_rope_fusion"] is True
+        assert child["model"]["model_config"]["bias_swiglu_fusion"] is True
         assert child["model"]["model_config"]["num_hidden_layers"] == 54
 
 

@@ -14,7 +14,7 @@ from launch.firsthour.checks import verdict as verdict_of
 from launch.firsthour.collectives import words_of
 from launch.firsthour.hour import Hour
 from launch.firsthour.npu import NpuHour, hour_of
-from launch.firsthour.plan import plan_of
+from launch.firsthour.plan import as_text, plan_of
 from launch.firsthour.trainings import CURVE, judge_curves
 from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.judge import tolerance
@@ -155,7 +155,7 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
             self.folder = folder
 
         def usual(self):
-            return 1.0 if self.folder.name == "apply_rope_fusion_true" else 2.0
+            return 1.0 if self.folder.name == "bias_swiglu_fusion_true" else 2.0
 
     monkeypatch.setattr("launch.firsthour.hour.ask", lambda words, seconds: asked.append(words) or fit)
     monkeypatch.setattr("launch.firsthour.hour.load_run", Read)
@@ -168,9 +168,9 @@ def test_the_stage_is_trained_on_all_nodes_and_its_variants_against_each_other(h
     assert all("--script" in words and "--json" not in words for words in scripts)
     verdicts = {item.what: item.verdict for item in found}
     assert verdicts["step time"] == "ok" and verdicts["memory"] == "unknown"
-    assert verdicts["model.model_config.apply_rope_fusion"] == "ok"
+    assert verdicts["model.model_config.bias_swiglu_fusion"] == "ok"
     overlay = load_recipe(hour.work / "overlay.yaml")
-    assert overlay["model"]["model_config"]["apply_rope_fusion"] is True
+    assert overlay["model"]["model_config"]["bias_swiglu_fusion"] is True
 
 
 def test_a_training_on_several_nodes_has_equally_many_devices_on_each(hour, monkeypatch):
@@ -233,3 +233,21 @@ def test_a_plan_has_nodes_for_all_devices_also_where_they_do_not_fill_the_last(t
     assert (hour.view.devices, hour.node_count, hour.world, hour.counts) == (12, 2, 16, [2, 8])
     rows = hour.group_rows()
     assert any(row["bytes"] < 1e5 for row in rows) and " of 0.0 " not in "".join(map(words_of, rows))
+
+
+def test_the_devices_of_a_plan_are_those_of_the_hosts_file(tmp_path):
+    """Six nodes of 64 had their collectives planned on 96 devices, and 3 nodes of 8 were said to have 4,096 devices."""
+    hosts = tmp_path / "hosts"
+    for nodes, slots, devices in ((64, 64, 4096), (3, 8, 24), (3, "", 24)):
+        hosts.write_text("".join(f"node{number} {slots}\n" for number in range(nodes)))
+        hour = NpuHour(R438, tmp_path / "work", hosts)
+        plan, checks = plan_of(hour, 3600), {one["check"]: one for one in plan_of(hour, 3600)["checks"]}
+        assert (hour.world, plan["nodes"], plan["devices"], plan["recipe_devices"]) == (devices, nodes, devices, 4096)
+        assert checks["devices"]["where"].endswith(f"ranks 0-{devices - 1}")
+        assert f"--worker_num={devices} " in checks["collectives"]["commands"][0]
+        left = [
+            words for words in checks["collectives"]["measures"] if "not measured, because the nodes have 24" in words
+        ]
+        assert bool(left) == ("the recipe takes 4,096 devices" in as_text(plan)) == (devices < 4096)
+    hour.npus = [Path(f"/dev/davinci{number}") for number in range(4)]
+    assert hour.world == 12, "this node has only four"

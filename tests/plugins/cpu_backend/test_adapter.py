@@ -58,18 +58,20 @@ def test_names_the_key_that_cpu_cannot_execute(config, key, value):
 
 
 INERT = """
+import os
 import sys
+import tempfile
 import mindformers
 from launch import train
-reached = []
-mindformers.build_context = lambda config: None
+reached, left = [], []
+mindformers.build_context = lambda config: left.append(tempfile.mkstemp()[1])  # as MindFormers' own does
 mindformers.Trainer = lambda config: type("T", (), {"train": lambda self: reached.append(config)})()
 recipe = train.load_recipe("recipes/mini/pretrain.yaml")
 recipe["context"]["device_target"] = TARGET
 recipe["plugins"] = {}  # its held-out corpus is not here in a clean checkout
 train.train(recipe)
 loaded = [name for name in sys.modules if name.startswith("plugins.cpu_backend.adapter")]
-print(len(reached), bool(loaded), reached[0].model.model_config.architectures[0])
+print(len(reached), bool(loaded), reached[0].model.model_config.architectures[0], *filter(os.path.exists, left))
 """
 
 
@@ -79,6 +81,7 @@ print(len(reached), bool(loaded), reached[0].model.model_config.architectures[0]
     [("Ascend", "1 False TeleChat3MoeForCausalLM"), ("CPU", "1 True CpuTeleChat3MoeForCausalLM")],
 )
 def test_the_device_target_alone_switches_it(forks, target, expected):
+    """Temporary files that MindFormers leaves are gone, too."""
     code = INERT.replace("TARGET", repr(target))
     done = forks.python("-c", code)
     assert done.stdout.strip().splitlines()[-1] == expected, done.stderr[-2000:]

@@ -348,6 +348,7 @@ def _a_smaller_limit_is_told_by_stage(pipeline, quick, cache_folder, monkeypatch
 def test_what_mindspore_refuses_is_said_in_its_own_words(forks, monkeypatch, tmp_path):
     """As if no rule of ours knew it."""
     monkeypatch.setattr(arithmetic, "_groups", lambda *_: None)
+    monkeypatch.setattr(compiles, "_of_group", lambda _: "")
     with forked_compiles(forks, tmp_path):
         done = run(str(Path(__file__).with_name("refused.yaml")), "--quick", "--jobs", "1")
     assert done.exit_code == 1 and done.stdout

@@ -7,6 +7,7 @@ import gzip
 import importlib.metadata
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -24,7 +25,8 @@ from tests.tools.fusion.small_graphs import node, text_of
 from tools.dryrun import compiles
 from tools.dryrun.compiles import diagnose
 from tools.dryrun.graph_text import read_graph
-from tools.dryrun.plan import plan_jobs
+from tools.dryrun.plan import plan_jobs, resized
+from tools.dryrun.quick import quick_plan
 from tools.dryrun.rank import keep_text
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.recipe.load import load_recipe
@@ -85,6 +87,28 @@ def test_only_a_kill_is_called_a_lack_of_memory(tmp_path, monkeypatch, log, numb
         run.result()
 
 
+@pytest.mark.parametrize("devices", [1000, 96])
+def test_nothing_is_compiled_where_mindspore_would_make_no_group_here(monkeypatch, devices):
+    """A compile for 1,000 devices took minutes, and ended in "parallel init failed" with a guessed key."""
+    monkeypatch.setattr(compiles, "_compile", lambda jobs, *_: [{"compiled": True} for _ in jobs])
+    recipe = resized(load_recipe("docs/examples/moe_20b.yaml"), devices)
+    plan = quick_plan(recipe)
+    found = compiles.compile_all(plan, 1, use_cache=False)
+    if devices == 96:
+        assert found == [{"compiled": True}] * len(plan.jobs)
+        return
+    assert len(found) == 1
+    assert compiles.refusal_of(found[0], recipe).startswith(
+        "rank 0: parallel_config.data_parallel: without an NPU MindSpore makes no communication group of 500 ranks "
+    )
+
+
+def test_temporary_files_of_a_compile_lie_in_its_folder(tmp_path, monkeypatch):
+    """MindFormers left a file of each compile in the system's folder for temporary files."""
+    run = crashed(tmp_path, monkeypatch, b"", 11)
+    assert Path(run.process.environment["TMPDIR"]) == tmp_path / "run"
+
+
 def test_a_crash_after_a_refused_group_is_a_refusal(tmp_path, monkeypatch):
     run = crashed(tmp_path, monkeypatch, f"[ERROR] PARALLEL CreateGroup] {GROUP}\nmore\n".encode(), 11)
     assert run.result() == {"rank": 0, "stage": 0, "error": {"type": "RuntimeError", "message": GROUP}}
@@ -93,7 +117,9 @@ def test_a_crash_after_a_refused_group_is_a_refusal(tmp_path, monkeypatch):
 def crashed(folder, monkeypatch, log, number):
     """A compile that wrote `log` and ended by a signal."""
     job = plan_jobs(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"), (0,)).jobs[0]
-    monkeypatch.setattr(compiles.subprocess, "Popen", lambda *_, **__: SimpleNamespace(returncode=-number))
+    monkeypatch.setattr(
+        compiles.subprocess, "Popen", lambda *_, env, **__: SimpleNamespace(returncode=-number, environment=env)
+    )
     run = compiles._Run(job, folder / "run")
     run.log.write_bytes(log)
     return run

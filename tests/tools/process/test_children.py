@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from plugins.errors import DataError
 from tools.process import children
 from tools.process.children import (
     DEPTH,
+    collected_signals,
     deaf_children,
     ordered_map,
     run_child,
@@ -42,6 +44,21 @@ def test_a_signal_waits_for_the_end_of_the_block(number: signal.Signals) -> None
         done.append("outer")
     assert done == ["inner", "outer"]
     assert [signal.getsignal(each) for each in BOTH] == before
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_interrupts_unless_nohup_has_made_its_signal_ignored(nohup: bool) -> None:
+    """A command left its temporary folder behind, and `nohup tc3 train` ended with the terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    arrived: list[int] = []
+    try:
+        with nullcontext() if nohup else pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), uninterrupted():
+            os.kill(os.getpid(), signal.SIGHUP)
+        with collected_signals(arrived):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert arrived == ([] if nohup else [signal.SIGHUP])
 
 
 def test_a_signal_is_delivered_though_the_block_fails() -> None:

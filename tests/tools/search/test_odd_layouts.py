@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from tools.check.check import check_recipe
 from tools.check.groups import splits_over
@@ -22,6 +23,7 @@ from tools.layout.offsets import put
 from tools.model import parameters, stage_parameters
 from tools.recipe.load import load_recipe
 from tools.search.candidates import candidate_of, configuration
+from tools.search.cli import search
 from tools.search.overlay import changed, overlay
 from tools.search.ranking.rank import rank
 from tools.search.request import PLANNED, Request, read_limit
@@ -114,3 +116,12 @@ def test_every_tool_says_the_same_of_an_odd_layout(seed):
     child = changed(recipe, made)
     assert replace(from_recipe(child), ulysses=made.ulysses) == made
     assert [str(error) for error in check_recipe(child).errors] == []
+
+
+@pytest.mark.usefixtures("stand_in_placement")
+def test_a_written_recipe_of_a_dense_model_names_no_dispatch(tmp_path):
+    limits = [word for limit in ("pp=2", "tp=8", "vpp=1", "cp=1", "mbs=1") for word in ("--limit", limit)]
+    words = ["recipes/telechat3_36b/pretrain_8k.yaml", *limits, "--top", "1", "--write", str(tmp_path / "o.yaml")]
+    assert CliRunner().invoke(search, words, catch_exceptions=False).exit_code == 0
+    said = (tmp_path / "o.yaml").read_text("utf-8")
+    assert "Found by tc3 search: tp8 pp2" in said and "dispatch" not in said

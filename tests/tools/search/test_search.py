@@ -178,8 +178,8 @@ def test_wrong_inputs():
 
 
 @pytest.mark.usefixtures("stand_in_placement")
-def test_interrupted_it_shows_the_best_so_far(monkeypatch):
-    placed = []
+def test_interrupted_it_shows_the_best_so_far(monkeypatch, tmp_path):
+    placed, overlay = [], tmp_path / "o.yaml"
 
     def interrupted(config, *rest):
         if len(placed) == 2:
@@ -188,9 +188,9 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
         return stand_in(config, *rest)
 
     monkeypatch.setattr(workers, "screen", interrupted)
-    result = run("--top", 4, "--json")
-    assert result.exit_code == 130
-    assert "interrupted: this is the best so far" in result.stderr
+    result = run("--top", 4, "--json", "--write", overlay)
+    assert result.exit_code == 130 and "interrupted: this is the best so far" in result.stderr
+    assert "placement; the search was interrupted" in overlay.read_text("utf-8")
     early = json.loads(result.stdout)
     assert not early["whole"] and len(early["strategies"]) == 2
 

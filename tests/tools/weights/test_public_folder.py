@@ -191,6 +191,14 @@ def test_pickles_are_not_read(tmp_path, name):
         open_source(tmp_path)
 
 
+def test_a_corpus_is_not_called_a_pickle(tmp_path):
+    for name in ("corpus.bin", "corpus.idx"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="safetensors") as error:
+        open_source(tmp_path)
+    assert "pickle" not in str(error.value)
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_head_that_is_stored_beside_a_tie_must_be_the_embedding(tmp_path, step):
     recipe = recipe_of(tmp_path / "recipe")

@@ -133,12 +133,15 @@ def _halve_batch(run: Configuration, _: float) -> Configuration | None:
 
 def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
     """Return the run with these degrees at the cost of data parallelism; the global batch stays. Return None if the
-    degrees do not divide the model's sizes or the sequence.
+    degrees do not divide the model's sizes or the sequence. Tensor parallelism where the run had none brings sequence
+    parallelism along, without which MindFormers trains no experts.
     """
     sizes = [size for sizes in tensor_cuts(run.model).values() for size in sizes]
     if run.dp % 2 or any(size % tp for size in sizes) or run.sequence % (tp * cp):
         return None
-    return replace(run, tp=tp, cp=cp, dp=run.dp // 2, micro_batches=2 * run.micro_batches)
+    cut = run.sequence_parallel or run.tp == 1 < tp
+    half, twice = run.dp // 2, 2 * run.micro_batches
+    return replace(run, tp=tp, cp=cp, dp=half, micro_batches=twice, sequence_parallel=cut)
 
 
 def _deeper(run: Configuration) -> Configuration | None:
