@@ -236,8 +236,16 @@ def merged(weights, lora):
         base = name.replace("lora_A.", "")
         product = weights[name.replace("_A.", "_B.")].astype(np.float64) @ weights[name].astype(np.float64)
         array = found[base]
-        found[base] = (array.astype(np.float64) + lora.alpha / lora.rank * product).astype(array.dtype)
+        found[base] = rounded_once(array.astype(np.float64) + lora.alpha / lora.rank * product, array.dtype)
     return found
+
+
+def rounded_once(numbers, dtype):
+    """NumPy goes from float64 to bfloat16, which has eight bits, through float32, and so rounds twice."""
+    if dtype == ml_dtypes.bfloat16:
+        fraction, exponent = np.frexp(numbers)
+        numbers = np.ldexp(np.rint(np.ldexp(fraction, 8)), exponent - 8)
+    return numbers.astype(dtype)
 
 
 def read_files(folder):
