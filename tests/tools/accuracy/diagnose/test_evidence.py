@@ -72,8 +72,10 @@ def test_a_damaged_recipe(tmp_path):
 def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):
     a, b = Run(tmp_path / "a", steps=2).write(), Run(tmp_path / "b", steps=6, resumed_from=4).write()
     code, text = said(a, b)
-    assert code == 0 and "no step is in both runs: A has 1 to 2, B 5 to 6" in text
-    assert "compared: versions, configuration\n" in text and text.splitlines()[-1] != "equal"
+    assert code == 2 and "no step is in both runs: A has 1 to 2, B 5 to 6" in text
+    assert "compared: versions, configuration\n" in text and text.splitlines()[-1] == "unknown: no step is in both runs"
+    code, text = said(a, Run(tmp_path / "c", steps=3, resumed_from=2).write())
+    assert code == 0 and "compared: versions, configuration, resume\n" in text, "the state that step 2 left is compared"
 
 
 def test_another_model(tmp_path):
