@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,14 @@ class Runs:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
         return self.corpora[length]
+
+
+def callbacks_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return copies of the callbacks of a recipe. Their loss monitor reports every step, because what is compared is
+    read from the metrics of each step.
+    """
+    named = recipe.get("callbacks") or MONITORS
+    return [each | {key: 1 for key in each if key == "per_print_times"} for each in named]
 
 
 def refuse_other_data(recipe: Recipe) -> None:
