@@ -1,13 +1,16 @@
 """Folders that cannot be compared, or only in part: one line says what to record."""
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
 
+from plugins.errors import DataError
 from plugins.step_record.plan import record_file
 from tests.tools.accuracy.diagnose.simulated import Run
 from tools.accuracy.cli import accuracy
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 
 
@@ -76,6 +79,27 @@ def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):
     assert "compared: versions, configuration\n" in text and text.splitlines()[-1] == "unknown: no step is in both runs"
     code, text = said(a, Run(tmp_path / "c", steps=3, resumed_from=2).write())
     assert code == 0 and "compared: versions, configuration, resume\n" in text, "the state that step 2 left is compared"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before, after):
+    """Where a run went on with fewer ranks, their parts of the gradients were missed in the global norm."""
+    run = Run(tmp_path / "run", steps=2, ranks=before).write()
+    later = Run(tmp_path / "later", steps=4, ranks=after, resumed_from=2).write()
+    shutil.copy(later / "recipe.yaml", run)
+    with pytest.raises(DataError, match="has not recorded a step since a resume changed the number of ranks"):
+        read_side(run)
+    for file in (later / "metrics").iterdir():
+        with (run / "metrics" / file.name).open("a") as lines:
+            lines.write(file.read_text())
+    side = read_side(run)
+    assert sorted(side.steps) == sorted(side.states) == sorted(side.samples) == [3, 4]
+    assert [start.step for start in side.starts] == [2]
+    for verdict in (diagnose(side), diagnose(read_side(Run(tmp_path / "a", steps=4).write()), read_side(run))):
+        assert not verdict.findings and verdict.word == "nothing differs in what was recorded"
+        assert [gap.partition(": ")[2] for gap in verdict.gaps] == [
+            "a resume changed the number of ranks from step 3 on; all steps before it are left out"
+        ]
 
 
 def test_another_model(tmp_path):
