@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -12,6 +13,8 @@ from tests.tools.accuracy.diagnose.simulated import Run
 from tools.accuracy.cli import accuracy
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
+
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def said(*arguments):
@@ -100,6 +103,23 @@ def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before
         assert [gap.partition(": ")[2] for gap in verdict.gaps] == [
             "a resume changed the number of ranks from step 3 on; all steps before it are left out"
         ]
+
+
+@pytest.mark.parametrize(("begin", "stage"), [(0, "start"), (2, "resume")])
+def test_what_is_not_finite_in_the_state_of_both_runs_is_found_there(tmp_path, begin, stage):
+    """The first finding was a moment after the first step, though the checkpoint of both had the NaN."""
+
+    class Broken(Run):
+        def restored(self, state):
+            return state | {f"adam_v.{EMBEDDING}": np.full((8, 6), np.inf, np.float32)}
+
+        def start(self):
+            return super().start() if begin else {**super().start(), EMBEDDING: np.full((8, 6), np.nan, np.float32)}
+
+    sides = [read_side(Broken(tmp_path / name, resumed_from=begin).write()) for name in "ab"]
+    (first, *_) = diagnose(*sides).first
+    assert (first.step, first.stage, first.module) == (begin, stage, "embedding")
+    assert first.detail.endswith("is not finite when the training begins")
 
 
 def test_another_model(tmp_path):
