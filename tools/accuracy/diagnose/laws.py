@@ -84,16 +84,14 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _modules_law(side)
     yield from _losses_law(side)
     yield from _alike_law(side)
-    before: State | None = next((each for each in side.starts if each.step == 0), None)
+    starts = {start.step: start for start in side.starts}
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
         yield from _gradients_law(side, step)
         yield from _finite_law(side, state, UPDATE)
         yield from norm_law(side, step)
         yield from _update_law(side, state)
-        previous = before if before and before.step == step - 1 else None
-        yield from _router_law(side, state, previous)
-        before = state
+        yield from _router_law(side, state, side.states.get(step - 1) or starts.get(step - 1))
 
 
 def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
