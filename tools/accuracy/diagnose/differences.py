@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import IDS, apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.gaps import STATE, beside, listed
+from tools.accuracy.diagnose.gaps import beside, tell_steps
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -134,33 +134,11 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b, pair)
-    alone = b is not None and _tell_steps(a, b)
+    alone = b is not None and tell_steps(a, b)
     apart = b is not None and a.steps.keys().isdisjoint(b.steps) and not {START, RESUME} & {*seen}
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
     gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
     return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps, alone, apart)
-
-
-def _tell_steps(a: Side, b: Side) -> bool:
-    """Return whether one of the runs has recorded steps that the other has not, and note these steps, because they are
-    not compared.
-    """
-    if a.steps.keys().isdisjoint(b.steps):
-        b.notes.append(
-            f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
-            "compare runs that share steps"
-        )
-        return True
-    found = False
-    for side, other in ((a, b), (b, a)):
-        if more := side.steps.keys() - other.steps.keys():
-            side.notes.append(f"{listed(more)} not in the other run, so nothing of this is compared")
-        # of runs that have not recorded their state at all, another note says so
-        if states := (side.states.keys() - other.states.keys() - more if other.states else ()):
-            what = f"the {STATE} of {listed(states, verb='')} are not recorded by the other run"
-            side.notes.append(f"{what}, and so not compared")
-        found |= bool(more or states)
-    return found
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
