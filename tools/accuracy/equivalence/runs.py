@@ -233,10 +233,8 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
     for rank in range(workers):
         found = [(record.get("samples") or {}).get(IDS) for record in read_steps(run_dir, rank)]
         if len(found) != steps or not all(found):
-            raise DataError(
-                f"{run_dir / 'metrics' / f'rank_{rank}.jsonl'}: the rank recorded the samples of "
-                f"{sum(map(bool, found))} steps, should be {steps}; train again"
-            )
+            metrics, known = run_dir / "metrics" / f"rank_{rank}.jsonl", sum(map(bool, found))
+            raise DataError(f"{metrics}: the file has the samples of {known} steps, should have {steps}; train again")
         given.append(found)
     return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
 
