@@ -17,7 +17,7 @@ from plugins.errors import DataError, RecipeError, did_you_mean, not_json
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
-from tools.accuracy.equivalence.runs import MONITORS, launch, make_corpus, refuse_other_data
+from tools.accuracy.equivalence.runs import callbacks_of, launch, make_corpus, refuse_other_data
 from tools.check.check import require_sound
 from tools.data.index import read_whole
 from tools.dryrun.compiles import compile_all, diagnose
@@ -100,7 +100,7 @@ def train(recipe: Recipe, folder: Path) -> Path:
     for name in _LEFT_OUT:
         if look(short, ("plugins", name)):
             short["plugins"][name] = False
-    short["callbacks"] = [each for each in short.get("callbacks") or MONITORS if each["type"] not in _WATCHERS]
+    short["callbacks"] = [each for each in callbacks_of(short) if each["type"] not in _WATCHERS]
     short["checkpoint"] = {"save_path": "", "load_path": ""}
     launch(short, folder / "run")
     return folder / "run"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from plugins.errors import ClusterError
 
 _ROOT = re.compile(r"# IR entry: @(\S+)")
+_TOTAL = re.compile(r"# Total subgraphs: (\d+)")
 _GRAPH = re.compile(r"subgraph @([^\s(]+)\(")
 _PARAMETER = re.compile(r"%(para\d+)_")
 _NODE = re.compile(r"  %(\d+)\([^)]*\) = (.*)")
@@ -164,7 +165,7 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
     Raises:
         ValueError: lines are missing or out of order.
     """
-    root = ""
+    root, total, last = "", 0, "}"
     graphs: dict[str, list[Node]] = {}
     parameters: dict[str, list[str]] = {}
     nodes: list[Node] = []
@@ -183,6 +184,11 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
             parameters[match[1]] = _PARAMETER.findall(line)
         elif match := _ROOT.match(line):
             root = match[1]
+        elif match := _TOTAL.match(line):
+            total = int(match[1])
+        last = line.strip() or last
+    if len(graphs) < total or (total and last != "}"):
+        raise ValueError(f"the text is cut in subgraph {len(graphs)} of {total}")
     return root, graphs, parameters
 
 

@@ -288,7 +288,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 TIMES = "cpu_op_execute_timestamp_*.txt"
-SHAPES = "cpu_framework_*.txt"
+_BESIDE = "op_execute_timestamp", "framework"  # in the name of that file, and of the file with the shapes of its rank
 QUIET = 25  # percentile of an operator's executions that is taken as its time
 _BEGUN = re.compile(r"_(\d{17})_ascend_ms")  # in the name of a profile's folder: the time of its start
 _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
@@ -300,23 +300,28 @@ def read_cpu(folder: Path) -> Profile:
     Raises:
         DataError: a file does not have the form that the docstring of this module describes.
     """
-    found = sorted(folder.glob(TIMES))
-    runs = _executions(found[0])
-    shapes = _shapes(next(iter(sorted(folder.glob(SHAPES))), None))
+    times = _lowest(folder)
+    runs = _executions(times)
+    shapes = _shapes(times.with_name(times.name.replace(*_BESIDE)))
     counts = Counter(len(every) for every in runs.values())
     steps = counts.most_common(1)[0][0]
     notes = [f"a CPU's profile: of {steps} steps each operator's quiet quarter; communication does not appear in it"]
     if not shapes:
-        notes.append("no cpu_framework_*.txt beside it: shapes are unknown")
+        notes.append("no cpu_framework_*.txt of its rank beside it: shapes are unknown")
     kernels = _quiet(runs, shapes, steps)
     once = min(every for every in runs.values() if len(every) == steps)  # its starts are a step apart
     seconds = max((kernel.start + kernel.seconds for kernel in kernels), default=0.0)
     notes += spread_notes([after - start for (start, _), (after, _) in pairwise(once)], seconds)
-    rank = re.search(r"_(\d+)\.txt$", found[0].name)
+    rank = re.search(r"_(\d+)\.txt$", times.name)
     return Profile(
         str(folder), "CPU", Step(tuple(kernels), seconds), steps, rank=int(rank[1]) if rank else None,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _lowest(folder: Path) -> Path:
+    """Return the file of the lowest rank that has recorded times of operators in a folder."""
+    return min(folder.glob(TIMES), key=lambda path: (len(path.name), path.name))
 
 
 def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
@@ -340,10 +345,10 @@ def _executions(path: Path) -> dict[str, list[tuple[float, float]]]:
     return {name: sorted(every) for name, every in found.items() if every}
 
 
-def _shapes(path: Path | None) -> dict[str, list[Shapes]]:
+def _shapes(path: Path) -> dict[str, list[Shapes]]:
     """Return short name -> input shapes of each execution."""
     found: dict[str, list[Shapes]] = defaultdict(list)
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         parts = line.split(";", 3)
         if len(parts) == 4:
             sizes = (tuple(map(int, re.findall(r"\d+", shape))) for shape in _SHAPE.findall(parts[3]))
@@ -432,5 +437,5 @@ def _newest(places: Sequence[Path]) -> tuple[Path, list[str]]:
 def _rank_of(folder: Path) -> int | None:
     if (known := _rank(folder)) is not None:
         return known
-    numbers = [found for path in sorted(folder.glob(TIMES)) if (found := re.search(r"_(\d+)$", path.stem))]
-    return int(numbers[0][1]) if numbers else None
+    found = re.search(r"_(\d+)$", _lowest(folder).stem) if any(folder.glob(TIMES)) else None
+    return int(found[1]) if found else None

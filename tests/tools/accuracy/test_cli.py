@@ -27,8 +27,10 @@ from tests.tools.check.mutations import at, plain
 from tools.accuracy import collectives
 from tools.accuracy.align import sides
 from tools.accuracy.cli import _pairs, accuracy
+from tools.accuracy.dumps import render
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.render import write_files
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.runs import make_corpus
 from tools.accuracy.operators.report import SPECS
@@ -188,6 +190,37 @@ def test_what_is_compared_with_itself_is_no_comparison(tmp_path):
     for command, words in (("compare", "are the same dump"), ("diagnose", "are the same run")):
         done = CliRunner().invoke(accuracy, [command, str(tmp_path / "a"), str(tmp_path / "b")])
         assert isinstance(done.exception, DataError) and words in str(done.exception)
+
+
+@pytest.mark.parametrize("at", ["compare.json", "compare.html", "rows.csv", "page"])
+def test_an_interrupted_comparison_leaves_no_files_of_two(tmp_path, monkeypatch, at):
+    """rows.csv was of the new comparison, and compare.json or compare.html beside it of an older one."""
+
+    def replace(part, target):
+        if target.name == at:
+            raise KeyboardInterrupt
+        moved(part, target)
+
+    def page(report):
+        raise KeyboardInterrupt
+
+    def files():
+        return {path.name: path.read_text() for path in out.iterdir()}
+
+    sides = [write_dump(tmp_path / name, run(steps)) for name, steps in (("a", 1), ("b", 1), ("c", 2), ("d", 2))]
+    out, moved = tmp_path / "out", Path.replace
+    reports = [compare_dumps(*map(open_dump, pair)) for pair in (sides[:2], sides[2:])]
+    write_files(reports[0], out, True)
+    old = files()
+    if at == "page":
+        monkeypatch.setattr(render, "as_page", page)
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        write_files(reports[1], out, True)
+    assert files() == old if at == "page" else "compare.json" not in files()
+    monkeypatch.undo()
+    write_files(reports[1], out, True)
+    assert old.keys() == files().keys() and all(old[name] != text for name, text in files().items())
 
 
 @pytest.mark.parametrize("command", ["align", "collectives", "diagnose"])

@@ -121,6 +121,15 @@ def test_another_text_is_refused(tmp_path):
         read_graph(other)
 
 
+@pytest.mark.parametrize("lines", [0.2, 0.5, 0.9, -1])
+def test_a_text_that_is_cut_is_refused(tmp_path, lines):
+    """Calls of subgraphs that were cut off were left out, so that operators and collectives were missed."""
+    text, cut = GRAPH.read_text(encoding="utf-8").rstrip().splitlines(), tmp_path / "cut.ir"
+    cut.write_text("\n".join(text[: int(lines * len(text)) if lines > 0 else lines]), encoding="utf-8")
+    with pytest.raises(ClusterError, match=r"the text is cut in subgraph \d of \d"):
+        read_graph(cut)
+
+
 TEXT = """# IR entry: @0_Step
 subgraph @0_Step(%para1_x) {
   %0(a) = PrimFunc_Mul(%para1_x, Tensor(shape=[2, 1], dtype=Float32, value=

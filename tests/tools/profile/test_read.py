@@ -198,6 +198,22 @@ def test_an_operator_takes_what_it_takes_in_its_quiet_quarter(tmp_path):
     assert second.start - first.start - first.seconds == pytest.approx(0.375e-3, rel=1e-3)  # 0.5, 0.5, 0 and 0.5 ms
 
 
+def test_times_and_shapes_are_those_of_the_lowest_rank(tmp_path):
+    """Rank 10 was taken for lower than rank 2, and the shapes were those of a rank whose times were missing."""
+    name = f"{ATTENTION}/MatMul-op0"
+    place = write(tmp_path, {name: (0.0, 1.0)}, [(name, "input_1:[8, 4];")]) / "rank_0/x_ascend_ms/FRAMEWORK"
+    place = place.rename(tmp_path / "FRAMEWORK")
+    shutil.rmtree(tmp_path / "rank_0")
+    (place / "cpu_op_execute_timestamp_0.txt").rename(place / "cpu_op_execute_timestamp_10.txt")
+    (place / "cpu_op_execute_timestamp_2.txt").write_text(f"{name};HostCpuOps;{EPOCH},2.0,0 {EPOCH + 10**7},2.0,0\n")
+    profile = read_profile(tmp_path)
+    (kernel,) = profile.step.kernels
+    assert (profile.rank, kernel.inputs, kernel.seconds) == (2, (), pytest.approx(2e-3))
+    assert any("no cpu_framework_*.txt of its rank" in note for note in profile.notes)
+    (place / "cpu_framework_2.txt").write_text("MatMul;MatMul-op0;7;input_1:[6, 4];\n" * 2)
+    assert read_profile(tmp_path).step.kernels[0].inputs == ((6, 4),)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -148,7 +148,10 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
         raise align_sides.SideFailedError(
             f"`tc3 train` refuses to train the recipe for the comparison: {error}"
         ) from None
-    return [float(step["loss"]) for step in read_steps(folder / "run", loss_rank(View(recipe)))]
+    losses = [float(step["loss"]) for step in read_steps(folder / "run", loss_rank(View(recipe)))]
+    if len(losses) != steps:
+        raise align_sides.SideFailedError(f"the training in {folder / 'run'} recorded {len(losses)} of {steps} losses")
+    return losses
 
 
 @dataclass

@@ -19,7 +19,7 @@ import numpy as np
 
 from plugins import of_the_model
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.equivalence.runs import MONITORS, read_steps, refuse_other_data
+from tools.accuracy.equivalence.runs import callbacks_of, read_steps, refuse_other_data
 from tools.accuracy.equivalence.strategies import on_workers, unsplit
 from tools.accuracy.reference.run import KINDS, MISSING, below, read, states_of
 from tools.accuracy.reference.start import Hyper
@@ -171,7 +171,7 @@ def on_one_worker(recipe: Recipe, steps: int) -> dict[str, Any]:
             "over an EP group; write False"
         )
     plain = copy.deepcopy(dict(recipe))
-    plain["callbacks"] = [each for each in plain.get("callbacks") or MONITORS if each["type"] not in WATCHERS]
+    plain["callbacks"] = [each for each in callbacks_of(plain) if each["type"] not in WATCHERS]
     unsplit(plain)
     on_workers(plain, view.global_batch, 1)
     if view.pp > 1:
@@ -189,6 +189,7 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
+    short["callbacks"] = callbacks_of(short)
     short["plugins"] = {**(short.get("plugins") or {}), "held_out_loss": False, "batch_ramp": False}
     return short
 

@@ -65,7 +65,8 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     Losses and samples are in every run's metrics; all other values are recorded with `--set
     plugins.step_record.steps=3`.
 
-    Exit codes: 0 nothing differs, 1 something differs, 2 a wrong input: not a run, damaged, or of another model.
+    Exit codes: 0 nothing differs, 1 something differs, 2 unknown, because no step is in both runs, or a wrong input:
+    not a run, damaged, or of another model.
     """
     from tools.accuracy.diagnose.differences import OtherModelError, diagnose
     from tools.accuracy.diagnose.evidence import read_side
@@ -91,7 +92,7 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
         click.echo(json.dumps(_as_json(verdict, sides)))
     else:
         click.echo("\n".join(report(verdict, sides, everything)))
-    sys.exit(1 if verdict.findings or verdict.changes else 0)
+    sys.exit(1 if verdict.findings or verdict.changes else 2 if verdict.apart else 0)
 
 
 def _train(recipe: Path, run_dir: Path, steps: int) -> Path:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from plugins.step_record.plan import IDS, apart
 from tools.accuracy.diagnose.evidence import COUNTERS, Side, State
-from tools.accuracy.diagnose.gaps import beside, listed
+from tools.accuracy.diagnose.gaps import beside, tell_steps
 from tools.accuracy.diagnose.laws import (
     CLIPPING,
     CONFIGURATION,
@@ -75,6 +75,8 @@ class Verdict:
     unknown: tuple[str, ...]  # the stages that could not be compared, with the records that they would need
     bits: bool  # whether the runs had to agree to the last bit
     gaps: tuple[str, ...] = ()  # sentences about what the records of the runs lack; runs with gaps are not called equal
+    alone: bool = False  # whether a run has recorded steps that the other one has not
+    apart: bool = False  # whether the runs have no step in common, so that nothing that they computed was compared
 
     @property
     def first(self) -> tuple[Finding, ...]:
@@ -100,9 +102,11 @@ class Verdict:
             return f"{word}; the configuration was changed" if self.changes else word
         if self.changes:
             return "the configuration was changed"
+        if self.apart:
+            return "unknown: no step is in both runs"
         if self.unknown or self.gaps:
             return "nothing differs in what was recorded"
-        return "equal"
+        return "equal in the steps that both runs recorded" if self.alone else "equal"
 
 
 class OtherModelError(ValueError):
@@ -129,25 +133,12 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
         pair.tell_gaps()
     for side in (a, b) if b else (a,):
         findings += laws(side)
-    seen, unknown = _looked_at(a, b)
-    if b:
-        _tell_steps(a, b)
+    seen, unknown = _looked_at(a, b, pair)
+    alone = b is not None and tell_steps(a, b)
+    apart = b is not None and a.steps.keys().isdisjoint(b.steps) and not {START, RESUME} & {*seen}
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
     gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
-    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps)
-
-
-def _tell_steps(a: Side, b: Side) -> None:
-    """Record which steps only one of the two runs has, because these steps are not compared."""
-    if not a.steps.keys() & b.steps.keys():
-        b.notes.append(
-            f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
-            "compare runs that share steps"
-        )
-        return
-    for side, other in ((a, b), (b, a)):
-        if more := side.steps.keys() - other.steps.keys():
-            side.notes.append(f"{listed(more)} not in the other run, so nothing of this is compared")
+    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps, alone, apart)
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
@@ -191,8 +182,8 @@ def _resuming(change: Change) -> bool:
     return change.path == "checkpoint.load_path"
 
 
-def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the stages that had values to compare, and the other stages with the reason why they had none."""
+def _looked_at(a: Side, b: Side | None, pair: _Pair | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the stages that had values to compare, and the stages whose values were not recorded."""
     sides = (a, b) if b else (a,)
     # a single run is compared with what its recipe says
     seen = [CONFIGURATION] if b else [CONFIGURATION] * bool(a.effective) + [FORWARD] * a.held
@@ -213,7 +204,13 @@ def _looked_at(a: Side, b: Side | None) -> tuple[tuple[str, ...], tuple[str, ...
         elif not recorded or not any(_absent(side, stage) for side in sides):
             unknown.append(stage)
     started = all(side.starts_known for side in sides) or all(side.unmoved for side in sides)
-    (seen if recorded and started else unknown).append(START)
+    if pair:
+        seen += pair.begun
+    if not (recorded and started):
+        unknown.append(START)
+    elif not pair:
+        seen.append(START)
+    unknown = [stage for stage in unknown if stage not in seen]
     return tuple(each for each in STAGES if each in seen), tuple(each for each in STAGES if each in unknown)
 
 
@@ -241,6 +238,7 @@ class _Pair:
     bits: bool
     same: bool
     partial: list[tuple[str, str]] = field(default_factory=list)  # (run, tensor) whose parts do not make the whole
+    begun: set[str] = field(default_factory=set)  # START, RESUME: the stages in which starts were compared
 
     def findings(self) -> Iterator[Finding]:
         if self.same:
@@ -296,10 +294,12 @@ class _Pair:
         for mine in self.a.starts:
             other = next((each for each in self.b.starts if each.step == mine.step), None)
             if other:
+                self.begun.add(START)
                 yield from self._tensors(mine.step, mine, other, START)
         if not (self.a.starts_known and self.b.starts_known):
             one, two = self.a.unmoved, self.b.unmoved
             if one and two:
+                self.begun.add(START)
                 yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
@@ -310,6 +310,7 @@ class _Pair:
             for start in one.starts:
                 known = start.step > 0 and start.step not in one.states and start.step in other.states
                 if known and not any(each.step == start.step for each in other.starts):
+                    self.begun.add(RESUME)
                     sides = (other.states[start.step], start) if one is self.b else (start, other.states[start.step])
                     yield from self._tensors(start.step, *sides, RESUME)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -220,44 +220,31 @@ def read_side(folder: Path) -> Side:
     """Return all records of the run in `folder`; raise DataError if this is not the folder of a run, if no step was
     recorded, or if the record of a rank is missing or damaged.
     """
-    file = folder / "recipe.yaml"
-    if not file.is_file():
-        raise DataError(
-            f"{folder}: this is not the folder of a run, because it has no recipe.yaml; give the folder that tc3 train "
-            "--run-dir was given"
-        )
-    try:
-        recipe = load_recipe(file)
-    except TC3Error as error:
-        raise DataError(
-            f"{folder}: the recipe.yaml of this run cannot be read ({error}); train again into a new folder"
-        ) from error
+    recipe = _recipe_of(folder)
     view = View(recipe)
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
     metrics = {rank: readings for rank, (readings, _) in read.items()}
     headers = {rank: lines for rank, (_, lines) in read.items()}
-    newest = max(metrics.values(), key=lambda readings: readings.limit)
-    limit, unit = newest.limit, newest.numbering.unit
-    for readings in metrics.values():  # records of steps of another batch compare with no other step
-        behind = limit > 0 and readings.numbering.unit != unit  # this rank has no step of the newest batch yet
-        readings.steps = {step: record for step, record in readings.steps.items() if step > limit and not behind}
+    renumbered, resized = _left_out(metrics, headers)
+    limit = max(renumbered, resized)
+    changed = "number of ranks" if resized > renumbered else "global batch"
+    since = f" since a resume changed the {changed}" * (limit > 0)
     empty = [rank for rank, readings in metrics.items() if not readings.steps]
     if len(empty) == len(metrics):
         raise DataError(
-            f"{folder}: the run has not recorded a step yet, because it still compiles or has failed; `tc3 runs "
-            f"report {folder}` says which"
+            f"{folder}: the run has not recorded a step{since or ' yet'}, because it still compiles or has failed; "
+            f"`tc3 runs report {folder}` says which"
         )
     if empty:
         raise DataError(
-            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step"
-            f"{' since a resume changed the global batch' * (limit > 0)}; copy the metrics/ folders of all hosts into "
-            "this folder"
+            f"{folder}: rank {empty[0]} of {len(metrics)} has not recorded a step{since}; copy the metrics/ folders of "
+            "all hosts into this folder"
         )
     readings = metrics[loss_rank(view)]
     side = Side(str(folder), recipe, readings.steps, readings.total_steps, folder=folder / "metrics")
     parts = headers[loss_rank(view)]
     side.software = next((line["software"] for line in reversed(parts) if line.get("software")), {})
-    side.first = max(1 + parts[0].get("start_step", 0) if parts else 1, 1 + limit)
+    side.first = int(max(1 + parts[0].get("start_step", 0) if parts else 1, 1 + limit))
     for rank, each in metrics.items():
         for step, record in each.steps.items():
             if record.get("samples"):
@@ -269,17 +256,53 @@ def read_side(folder: Path) -> Side:
     for rank in metrics:
         _read_states(side, record_file(folder, rank), rank, experts)
     side.states = {step: state for step, state in side.states.items() if state.lines and step > limit}
+    side.starts = [start for start in side.starts if start.step >= resized]
     for state in side.states.values():
         side.parts = {rank: line.get("parts") or {} for rank, line in state.lines.items()} | side.parts
     recorded = bool(side.states)
     side.gaps = take_out(side, metrics, headers)
     if limit:
-        side.gaps.append(
-            f"a resume changed the global batch, so that steps are numbered anew from step {limit + 1} on; all steps "
-            "before it are left out"
-        )
+        anew = ", so that steps are numbered anew" * (limit == renumbered)
+        whole = f"a resume changed the {changed}{anew} from step {limit + 1} on"
+        side.gaps.append(f"{whole}; all steps before it are left out")
     _notes(side, recorded)
     return side
+
+
+def _recipe_of(folder: Path) -> Recipe:
+    """Return the effective recipe of the run in `folder`; raise DataError if there is none."""
+    file = folder / "recipe.yaml"
+    if not file.is_file():
+        raise DataError(
+            f"{folder}: this is not the folder of a run, because it has no recipe.yaml; give the folder that tc3 train "
+            "--run-dir was given"
+        )
+    try:
+        return load_recipe(file)
+    except TC3Error as error:
+        raise DataError(
+            f"{folder}: the recipe.yaml of this run cannot be read ({error}); train again into a new folder"
+        ) from error
+
+
+def _left_out(metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> tuple[float, float]:
+    """Take out of the metrics of all ranks the steps that the run made with another global batch than its newest steps,
+    or with another number of ranks. Return the last step of each kind; 0 if there is none.
+
+    Steps of another batch compare with no other step; those of other ranks are recorded in other parts, or in files of
+    ranks that the run no longer has.
+    """
+    newest = max(metrics.values(), key=lambda readings: readings.limit)
+    unit, resized = newest.numbering.unit, 0.0
+    for lines in headers.values():
+        ends = [*(line.get("start_step", 0) for line in lines[1:]), inf]
+        others = (line.get("world_size", len(metrics)) != len(metrics) for line in lines)
+        resized = max([resized, *(end for end, other in zip(ends, others, strict=False) if other)])
+    for readings in metrics.values():
+        behind = newest.limit > 0 and readings.numbering.unit != unit  # this rank has no step of the newest batch yet
+        last = inf if behind else max(newest.limit, resized)
+        readings.steps = {step: record for step, record in readings.steps.items() if step > last}
+    return newest.limit, resized
 
 
 def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:

@@ -1,5 +1,6 @@
 """This module finds gaps in the records of a run: steps that its metrics skip, ranks that recorded less than others,
-and recorded states that are missing. Two runs are called equal only if the records of both runs have no gap.
+recorded states that are missing, and steps that only one of two runs has. Two runs are called equal only if the records
+of both runs have no gap.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Side(Protocol):
     starts: list[Any]
     states: dict[int, Any]
     first: int
+    notes: list[str]
     end: dict[str, list[Any]]
     ended: int
 
@@ -205,6 +207,28 @@ def listed(steps: Iterable[int], verb: str = " is| are") -> str:
     if not whole and len(found) > _LISTED:
         return f"{len(found):,} steps (the first is step {found[0]}){many}"
     return f"steps {f'{found[0]} to {found[-1]}' if whole else ', '.join(map(str, found))}{many}"
+
+
+def tell_steps(a: Side, b: Side) -> bool:
+    """Return whether one of the runs has recorded steps that the other has not, and note these steps, because they are
+    not compared.
+    """
+    if a.steps.keys().isdisjoint(b.steps):
+        b.notes.append(
+            f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
+            "compare runs that share steps"
+        )
+        return True
+    found = False
+    for side, other in ((a, b), (b, a)):
+        if more := side.steps.keys() - other.steps.keys():
+            side.notes.append(f"{listed(more)} not in the other run, so nothing of this is compared")
+        # of runs that have not recorded their state at all, another note says so
+        if states := (side.states.keys() - other.states.keys() - more if other.states else ()):
+            what = f"the {STATE} of {listed(states, verb='')} are not recorded by the other run"
+            side.notes.append(f"{what}, and so not compared")
+        found |= bool(more or states)
+    return found
 
 
 def _of_metrics(headers: Mapping[int, list[Line]], metrics: Mapping[int, Readings]) -> Iterator[str]:

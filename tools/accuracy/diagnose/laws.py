@@ -75,6 +75,7 @@ class Finding:
 def laws(side: Side) -> Iterator[Finding]:
     """Yield a finding for each law (relation that holds in every correct run) that the records of a run break."""
     for start in side.starts:
+        yield from _finite_law(side, start, RESUME if start.step else START)
         if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
             yield from _copies_law(side, start, RESUME if start.step else START)
         if start.step in side.states:  # this run had been here itself before it was resumed
@@ -83,15 +84,14 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _modules_law(side)
     yield from _losses_law(side)
     yield from _alike_law(side)
-    before: State | None = next((each for each in side.starts if each.step == 0), None)
+    starts = {start.step: start for start in side.starts}
     for step, state in sorted(side.states.items()):
         yield from _copies_law(side, state, UPDATE)
-        yield from _finite_law(side, state)
+        yield from _gradients_law(side, step)
+        yield from _finite_law(side, state, UPDATE)
         yield from norm_law(side, step)
         yield from _update_law(side, state)
-        previous = before if before and before.step == step - 1 else None
-        yield from _router_law(side, state, previous)
-        before = state
+        yield from _router_law(side, state, side.states.get(step - 1) or starts.get(step - 1))
 
 
 def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
@@ -188,21 +188,24 @@ def _alike_law(side: Side) -> Iterator[Finding]:
                 yield Finding(step, stage, words, what, 1.0, tuple(rank for rank, _ in wrong), side.name)
 
 
-def _finite_law(side: Side, state: State) -> Iterator[Finding]:
-    """Yield a finding for each gradient and each recorded tensor that has a NaN or an infinity.
-
-    A step that the optimizer skipped because its gradients overflowed is no fault; it leaves the tensors as they were.
+def _gradients_law(side: Side, step: int) -> Iterator[Finding]:
+    """Yield a finding for each gradient that has a NaN or an infinity. A step that the optimizer skipped because its
+    gradients overflowed is no fault; it leaves the tensors as they were.
     """
-    step = state.step
     for name, norm in sorted(side.gradients(step).items()):
         if not math.isfinite(norm):
             what = f"the norm of the gradient of {name} is {norm}"
             yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
+
+
+def _finite_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
+    """Yield a finding for each recorded tensor that has a NaN or an infinity; `stage` is that of weights."""
+    when = "after the step" if stage == UPDATE else "when the training begins"
     for name, tensor in sorted(state.tensors(side.parts).items()):
         if ranks := tensor.not_finite:
-            where = ROUTERS if name.endswith(COUNTERS) else UPDATE
-            what = f"{name} is not finite after the step"
-            yield Finding(step, where, module_of(name), what, math.inf, ranks, side.name)
+            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
+            what = f"{name} is not finite {when}"
+            yield Finding(state.step, where, module_of(name), what, math.inf, ranks, side.name)
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:

@@ -243,20 +243,23 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float, below:
     return replace(found, nans=nans, infinities=infinities, sums=tuple(sums.tolist()), below=below)
 
 
-def is_masked(item: Item) -> bool:
-    """Return whether the statistics of a tensor show that a mask has filled it with huge values (`judge.fills`), beside
-    which mean and norm do not show the others: its smallest value is far below 0, and its largest is not as far from 0.
+def filled(item: Item) -> int:
+    """Return -1 or 1 if the statistics of a tensor show that a mask has filled it with huge values of this sign
+    (`judge.fills`), beside which mean and norm do not show the others: its smallest or its largest value is far from 0,
+    and the other one of the two is not. Return 0 for all other tensors.
     """
     if not item.dtype.startswith(("float", "bfloat")) or None in item.statistics[:2] or len(item.statistics) < 2:
-        return False
-    largest, smallest = (float(x) for x in item.statistics[:2])  # type: ignore[arg-type]
-    return smallest <= -(2.0 ** (FILL - 1)) and abs(largest) * 2.0 ** (GAP - 1) < -smallest
+        return 0
+    near, far = sorted((float(x) for x in item.statistics[:2]), key=abs)  # type: ignore[arg-type]
+    huge = abs(far) >= 2.0 ** (FILL - 1) and abs(near) * 2.0 ** (GAP - 1) < abs(far)
+    return int(math.copysign(huge, far))
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     """Return the largest relative difference between the dumped statistics (max, min, mean, L2 norm) of a tensor; inf
-    if a statistic differs and is not finite. Statistics that are equal and not finite are left out. The error of the
-    largest value of a masked tensor is relative to this value.
+    if a statistic differs and is not finite. Statistics that are equal and not finite are left out. In a tensor that a
+    mask has filled, the error of the largest value (or the smallest, if the fills are positive) is relative to this
+    value.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
@@ -272,8 +275,9 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
         return math.inf
     norm = numbers[3][0] if finite[3] else 0.0
     rms = max(norm / math.sqrt(max(math.prod(golden.shape), 1)), smallest)
-    above = smallest if is_masked(golden) and numbers[0][0] else rms
-    scales = (max(abs(numbers[0][0]), above), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
+    above = smallest if filled(golden) < 0 and numbers[0][0] else rms
+    below = smallest if filled(golden) > 0 and numbers[1][0] else rms
+    scales = (max(abs(numbers[0][0]), above), max(abs(numbers[1][0]), below), 2 * rms, math.sqrt(2) * max(norm, rms))
     return max((abs(a - b) / s for (a, b), s, known in zip(numbers, scales, finite, strict=True) if known), default=0.0)
 
 

@@ -8,18 +8,20 @@ import csv
 import json
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import fields
 from html import escape
 from pathlib import Path
 
 from rich.console import Console
 
+from plugins.lines import locked
 from tools.accuracy.dumps.compare import Report, finding_text
 from tools.accuracy.dumps.read import PHASES
 from tools.accuracy.dumps.rows import Row
 from tools.accuracy.judge import plain
 from tools.files import page as markup
-from tools.files.atomic import atomic_file, write_atomically
+from tools.files.atomic import atomic_file
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 300, 64, 58, 30
 POINTS = 480  # more could not be told apart
@@ -187,18 +189,23 @@ def print_report(report: Report, console: Console) -> None:
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
     """Write the comparison into compare.json and rows.csv, and into compare.html if `page` is set; if `page` is not
     set, remove an older compare.html.
+
+    The files of an older comparison stay until all new ones are written beside them, and two commands rename their
+    files one after the other. compare.json gets its name last, so that the files beside it always belong to it, also
+    after an interruption.
     """
-    files = [out / "compare.json", out / "rows.csv"]
-    write_atomically(files[0], json.dumps(report.as_json(), indent=1))
-    with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        for row in report.rows:
-            writer.writerow({**plain(row), "shape": "x".join(map(str, row.shape))})
-    html = out / "compare.html"
-    if page:
-        files.append(html)
-        write_atomically(html, as_page(report))
-    elif html.is_file():
-        html.unlink()
-    return files
+    content, rows, html = (out / name for name in ("compare.json", "rows.csv", "compare.html"))
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out), ExitStack() as stack:  # the part that was opened last is renamed first
+        stack.enter_context(atomic_file(content)).write_text(json.dumps(report.as_json(), indent=1), "utf-8")
+        if page:
+            stack.enter_context(atomic_file(html)).write_text(as_page(report), "utf-8")
+        with stack.enter_context(atomic_file(rows)).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            for row in report.rows:
+                writer.writerow({**plain(row), "shape": "x".join(map(str, row.shape))})
+        for old in (content, html):
+            if old.is_file():
+                old.unlink()
+    return [content, rows, *([html] if page else [])]

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tools.accuracy.dumps.errors import Measured, is_masked, measure, scaled, scaled_norm, statistics_error
+from tools.accuracy.dumps.errors import Measured, filled, measure, scaled, scaled_norm, statistics_error
 from tools.accuracy.dumps.read import BACKWARD, FORWARD, GRADIENT, KIND, STATE, WEIGHTS, Entry, Item
 from tools.accuracy.judge import SMALLEST, tolerance
 
@@ -332,7 +332,7 @@ def _is_told(item: Item) -> bool:
     """
     known = [each for each in item.statistics if each is not None]
     endless = bool(known) and isinstance(known[-1], float) and math.isinf(known[-1])
-    return bool(known) and known != [True, False] and not endless and not is_masked(item)
+    return bool(known) and known != [True, False] and not endless and not filled(item)
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:

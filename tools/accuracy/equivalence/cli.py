@@ -13,7 +13,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.accuracy.pages import check_page, page_option
-from tools.files.atomic import write_atomically
+from tools.files.atomic import check_writable, write_atomically
 from tools.files.locks import only_process_in
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
@@ -162,7 +162,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
     another recipe.
 
     Raises:
-        RecipeError: --golden has none for it, or another's; --update would overwrite another's.
+        RecipeError: --golden has none for it, or another's; --update would overwrite another's. DataError: --update
+            cannot write the file.
     """
     from tools.accuracy.equivalence import golden_gate
 
@@ -175,6 +176,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
         )
     if folder and not update and not file.exists():
         raise RecipeError(f"--golden {folder}: there is no {file.name} for this recipe; --update writes it")
+    if update:
+        check_writable(file)
     return file, another
 
 

@@ -103,7 +103,7 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     turn = turned[0].step if turned else np.inf
     after = [row for row in rows if _with_bias(row, turn)]
     rows = [*(row for row in rows if not _with_bias(row, turn)), *moves]
-    others = samples(run, reference) if sharding.cp == 1 and run.samples and reference.samples else ()
+    others = samples(run, reference) if sharding.cp == 1 else ()  # each rank of `cp` has a part of a sample
     wrong = [*others, *starts(run, reference), *filter(_differs, rows)]
     wrong += [*rates(run, reference), *copies(run), *(() if sharding.known else unclipped(run))]
     twice = tuple(_counted_twice(run, reference)) if sharding.known else ()

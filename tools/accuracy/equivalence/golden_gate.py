@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
+from plugins.lines import locked
 from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence.trained import COUNTED, DTYPE
 from tools.accuracy.judge import tolerance
@@ -80,10 +81,12 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
                 raise DataError(
                     f"{name}: {where} is {value}, but a golden number must be finite, so nothing was written"
                 )
-    old = read_golden(file) if file.exists() else {}
     made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
-    content = made | {"runs": dict(sorted({**old, **runs}.items()))}
-    write_atomically(file, json.dumps(content, indent=1) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with locked(file.parent):
+        old = read_golden(file) if file.exists() else {}
+        content = made | {"runs": dict(sorted({**old, **runs}.items()))}
+        write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
 def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

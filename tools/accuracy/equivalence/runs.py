@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,14 @@ class Runs:
         return self.corpora[length]
 
 
+def callbacks_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return copies of the callbacks of a recipe. Their loss monitor reports every step, because what is compared is
+    read from the metrics of each step.
+    """
+    named = recipe.get("callbacks") or MONITORS
+    return [each | {key: 1 for key in each if key == "per_print_times"} for each in named]
+
+
 def refuse_other_data(recipe: Recipe) -> None:
     """Raise RecipeError if the recipe's training data is not a Megatron corpus, but for example a file of
     conversations.
@@ -175,10 +183,9 @@ def read_run(run_dir: Path) -> Trained:
     for rank, (record, part) in enumerate(zip(records, parts, strict=True)):
         if lacking := sorted(parts[0].keys() ^ part.keys()):
             raise DataError(f"{folder}: only one of rank 0 and rank {rank} recorded {lacking[0]}; train again")
-        if len(record["squares"]) != len(steps):
-            raise DataError(
-                f"{folder}: rank {rank} recorded {len(record['squares'])} of {len(steps)} steps; train again"
-            )
+        known = min(len(record["squares"]), len(record["samples"]))  # a loader may hold more samples
+        if len(record["squares"]) != len(steps) or known < len(steps):
+            raise DataError(f"{folder}: rank {rank} recorded {known} of {len(steps)} steps; train again")
     split = set(records[0]["split"])
     whole = {name: _whole(name, [part[name] for part in parts], split) for name in sorted(parts[0])}
     state = {name: value for name, (value, _) in whole.items()}
@@ -219,16 +226,16 @@ def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of the samples that all ranks trained; return [] if the samples of a rank
-    were not recorded.
+    """Return for each step the sorted digests of the samples that all ranks trained; raise DataError if a rank did not
+    record the samples of each step.
     """
     given = []
     for rank in range(workers):
-        known = (run_dir / "metrics" / f"rank_{rank}.jsonl").exists()
-        records = read_steps(run_dir, rank)[:steps] if known else []
-        if len(records) < steps or not all((record.get("samples") or {}).get(IDS) for record in records):
-            return []
-        given.append([record["samples"][IDS] for record in records])
+        found = [(record.get("samples") or {}).get(IDS) for record in read_steps(run_dir, rank)]
+        if len(found) != steps or not all(found):
+            metrics, known = run_dir / "metrics" / f"rank_{rank}.jsonl", sum(map(bool, found))
+            raise DataError(f"{metrics}: the file has the samples of {known} steps, should have {steps}; train again")
+        given.append(found)
     return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
 
 

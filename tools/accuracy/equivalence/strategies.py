@@ -21,7 +21,7 @@ import yaml
 from plugins import of_the_model
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.equivalence.runs import MONITORS, MUON, PASSES, refuse_other_data
+from tools.accuracy.equivalence.runs import MUON, PASSES, callbacks_of, refuse_other_data
 from tools.accuracy.equivalence.sharding import CLIP, Sharding, shard_size
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
@@ -131,8 +131,7 @@ def one_worker(path: str) -> Recipe:
     recipe = resolve(recipe)
     require_sound(recipe, own_data=False)
     batch = batch_of(recipe)
-    named = recipe.get("callbacks") or MONITORS
-    recipe["callbacks"] = [dict(entry) for entry in named if entry["type"] != "CheckpointMonitor"]
+    recipe["callbacks"] = [entry for entry in callbacks_of(recipe) if entry["type"] != "CheckpointMonitor"]
     if chosen(recipe):
         unsplit(recipe)
     recipe["plugins"] = of_the_model(recipe)

@@ -314,6 +314,18 @@ def test_a_degree_that_is_set_on_the_command_line_counts():
     )
 
 
+@pytest.mark.parametrize("recorded", [0, 2])
+def test_losses_that_were_not_recorded_are_not_compared(recorded, tmp_path, monkeypatch):
+    """With `per_print_times: 10` no loss of 3 steps was recorded, and stage 6 passed."""
+    recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
+    recipe["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 10}]
+    assert shortened(recipe, 3)["callbacks"] == [{"type": "MFLossMonitor", "per_print_times": 1}]
+    monkeypatch.setattr(align_sides, "start", lambda *_: None)
+    monkeypatch.setattr(align_comparison, "read_steps", lambda *_: [{"loss": 6.0}] * recorded)
+    with pytest.raises(SideFailedError, match=f"recorded {recorded} of 3 losses"):
+        align_comparison._train(recipe, tmp_path, 3)
+
+
 MINIS = Path(__file__).parents[4] / "recipes" / "mini"
 
 

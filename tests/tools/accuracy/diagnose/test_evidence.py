@@ -1,14 +1,20 @@
 """Folders that cannot be compared, or only in part: one line says what to record."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from plugins.errors import DataError
 from plugins.step_record.plan import record_file
 from tests.tools.accuracy.diagnose.simulated import Run
 from tools.accuracy.cli import accuracy
+from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
+
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def said(*arguments):
@@ -72,8 +78,48 @@ def test_a_damaged_recipe(tmp_path):
 def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):
     a, b = Run(tmp_path / "a", steps=2).write(), Run(tmp_path / "b", steps=6, resumed_from=4).write()
     code, text = said(a, b)
-    assert code == 0 and "no step is in both runs: A has 1 to 2, B 5 to 6" in text
-    assert "compared: versions, configuration\n" in text and text.splitlines()[-1] != "equal"
+    assert code == 2 and "no step is in both runs: A has 1 to 2, B 5 to 6" in text
+    assert "compared: versions, configuration\n" in text and text.splitlines()[-1] == "unknown: no step is in both runs"
+    code, text = said(a, Run(tmp_path / "c", steps=3, resumed_from=2).write())
+    assert code == 0 and "compared: versions, configuration, resume\n" in text, "the state that step 2 left is compared"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before, after):
+    """Where a run went on with fewer ranks, their parts of the gradients were missed in the global norm."""
+    run = Run(tmp_path / "run", steps=2, ranks=before).write()
+    later = Run(tmp_path / "later", steps=4, ranks=after, resumed_from=2).write()
+    shutil.copy(later / "recipe.yaml", run)
+    with pytest.raises(DataError, match="has not recorded a step since a resume changed the number of ranks"):
+        read_side(run)
+    for file in (later / "metrics").iterdir():
+        with (run / "metrics" / file.name).open("a") as lines:
+            lines.write(file.read_text())
+    side = read_side(run)
+    assert sorted(side.steps) == sorted(side.states) == sorted(side.samples) == [3, 4]
+    assert [start.step for start in side.starts] == [2]
+    for verdict in (diagnose(side), diagnose(read_side(Run(tmp_path / "a", steps=4).write()), read_side(run))):
+        assert not verdict.findings and verdict.word == "nothing differs in what was recorded"
+        assert [gap.partition(": ")[2] for gap in verdict.gaps] == [
+            "a resume changed the number of ranks from step 3 on; all steps before it are left out"
+        ]
+
+
+@pytest.mark.parametrize(("begin", "stage"), [(0, "start"), (2, "resume")])
+def test_what_is_not_finite_in_the_state_of_both_runs_is_found_there(tmp_path, begin, stage):
+    """The first finding was a moment after the first step, though the checkpoint of both had the NaN."""
+
+    class Broken(Run):
+        def restored(self, state):
+            return state | {f"adam_v.{EMBEDDING}": np.full((8, 6), np.inf, np.float32)}
+
+        def start(self):
+            return super().start() if begin else {**super().start(), EMBEDDING: np.full((8, 6), np.nan, np.float32)}
+
+    sides = [read_side(Broken(tmp_path / name, resumed_from=begin).write()) for name in "ab"]
+    (first, *_) = diagnose(*sides).first
+    assert (first.step, first.stage, first.module) == (begin, stage, "embedding")
+    assert first.detail.endswith("is not finite when the training begins")
 
 
 def test_another_model(tmp_path):

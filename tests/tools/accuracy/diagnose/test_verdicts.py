@@ -116,9 +116,19 @@ def test_a_weight_that_stands_still_is_not_explained_by_adam(tmp_path, factor, w
 def test_steps_of_only_one_run_are_named(tmp_path):
     a, b = sides(tmp_path, Run, steps=5)
     verdict = diagnose(a, b)
-    assert not verdict.findings and verdict.word == "equal"
+    assert not verdict.findings and verdict.word == "equal in the steps that both runs recorded"
     assert not a.notes
     assert any("steps 4, 5 are not in the other run" in note for note in b.notes)
+
+
+def test_states_of_only_one_run_are_not_called_equal(tmp_path):
+    """The losses of all steps are compared, but the gradients of step 3 were recorded in one run only."""
+    a, b = sides(tmp_path, Run, keys={"plugins.step_record.steps": 2})
+    del b.states[3]
+    assert diagnose(a, b).word == "equal in the steps that both runs recorded"
+    assert a.notes == [
+        "the weights, gradients and routers of step 3 are not recorded by the other run, and so not compared"
+    ]
 
 
 def test_many_steps_of_only_one_run_are_counted(tmp_path):

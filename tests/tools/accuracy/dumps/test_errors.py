@@ -136,6 +136,9 @@ def test_statistics_of_masked_scores_say_only_the_largest(largest, kind):
     sides = [Item("output.0", "output", "float32", (8,), (top, -1e30, -5e29, 2e30)) for top in (3.0, largest)]
     row = _tensors(head, *sides, 1, False)
     assert (row.kind, row.by) == (kind, NOTHING)
+    turned = [replace(each, statistics=(1e30, -each.statistics[0], 5e29, 2e30)) for each in sides]
+    row = _tensors(head, *turned, 1, False)
+    assert (row.kind, row.by) == (kind, NOTHING), "positive fills hid an error in all other values"
 
 
 def test_many_chunks(folder, monkeypatch):

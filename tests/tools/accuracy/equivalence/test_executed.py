@@ -72,8 +72,9 @@ def write(folder, workers, spoil=None):
         else:
             saved.write()
     (folder / "metrics").mkdir(parents=True)
-    lines = [json.dumps(line) for line in ({"total_steps": STEPS}, *metrics)]
-    (folder / "metrics/rank_0.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [{"total_steps": STEPS}, *({**line, "samples": {"input_ids": [f"{line['step']}"]}} for line in metrics)]
+    for rank in range(workers):
+        (folder / f"metrics/rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -231,9 +232,18 @@ def test_samples_are_those_of_all_ranks_whatever_their_order_and_copies(tmp_path
     (tmp_path / "metrics").mkdir()
     given_to(tmp_path, [["b", "a"], ["a", "c"]])
     assert read_samples(tmp_path, WORKERS, STEPS) == [["a", "b", "c"]] * STEPS
-    assert read_samples(tmp_path, WORKERS + 1, STEPS) == [], "those of a rank are unknown"
-    given_to(tmp_path, [["b"], []])
-    assert read_samples(tmp_path, WORKERS, STEPS) == []
+
+
+def test_a_rank_that_did_not_record_its_samples_is_refused(tmp_path):
+    """The samples were left out of the comparison, and the row said `pass`."""
+    folder = write(tmp_path / "run", WORKERS)
+    assert executed.read_executed(folder, RECIPE).samples == [["1"], ["2"], ["3"]]
+    with pytest.raises(DataError, match=r"rank_2.jsonl: the file is missing"):
+        read_samples(folder, WORKERS + 1, STEPS)
+    for ranks in ([["b"], []], [["b"], None]):
+        given_to(folder, ranks)
+        with pytest.raises(DataError, match=r"rank_1.jsonl: the file has the samples of 0 steps, should have 3"):
+            read_samples(folder, WORKERS, STEPS)
 
 
 def test_other_samples_explain_everything(alone, tmp_path):
@@ -348,7 +358,6 @@ def test_each_rank_of_the_last_stage_adds_its_own_gradient_to_the_global_norm(mo
 
     def launch(recipe, run_dir):
         write(run_dir, 4)
-        (run_dir / "metrics/rank_0.jsonl").rename(run_dir / "metrics/rank_3.jsonl")
         (run_dir / "equivalence").mkdir()
         for rank in range(4):
             file = run_dir / f"equivalence/gradient_rank_{rank}.json"

@@ -1,6 +1,7 @@
 """Golden numbers: kept, checked, told apart."""
 
 import json
+import threading
 
 import pytest
 
@@ -36,6 +37,23 @@ def test_golden_numbers_are_kept_and_checked(one, tmp_path):
     other = {"other": numbers["baseline"]}
     assert golden_gate.unknown(golden, other) == ["other"], "nothing to be held to is told, and is no failure"
     assert golden_gate.differences(golden, other) == []
+
+
+def test_two_updates_at_once_keep_the_numbers_of_both(one, tmp_path, monkeypatch):
+    """Both read the old file, and the one that wrote last removed the numbers of the other."""
+    file, numbers, threads = golden_gate.golden_file(tmp_path, MINI), golden_gate.numbers_of(one), []
+
+    def second(path, text):
+        monkeypatch.undo()
+        threads.append(threading.Thread(target=golden_gate.write_golden, args=(file, MINI, {"second": numbers})))
+        threads[0].start()
+        threads[0].join(0.5)
+        golden_gate.write_atomically(path, text)
+
+    monkeypatch.setattr(golden_gate, "write_atomically", second)
+    golden_gate.write_golden(file, MINI, {"first": numbers})
+    threads[0].join()
+    assert sorted(golden_gate.read_golden(file)) == ["first", "second"]
 
 
 def test_a_golden_file_is_that_of_one_recipe(one, tmp_path):

@@ -176,7 +176,11 @@ def test_a_rank_that_lacks_a_tensor_or_a_step_is_refused(tmp_path):
     def lacks_a_step(rank, arrays, content, _):
         content["squares"] = content["squares"][: 2 - rank]
 
+    def lacks_samples(rank, arrays, content, _):
+        content["samples"] = content["samples"][:1]
+
     for name, change, words in (
+        ("c", lacks_samples, "rank 0 recorded 1 of 2 steps; train again"),
         ("a", lacks_a_tensor, f"only one of rank 0 and rank 1 recorded {WEIGHTS[0]}; train again"),
         ("b", lacks_a_step, "rank 1 recorded 1 of 2 steps; train again"),
     ):
