@@ -31,7 +31,16 @@ from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
 from tools.estimate.memory.loaded import Even, judge
 from tools.estimate.memory.model import STATIC, StageMemory, all_stages, exchanged, peak_memory
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
+from tools.estimate.memory.room import (
+    DOES_NOT_FIT,
+    FITS,
+    UNKNOWN,
+    Room,
+    fit_between,
+    known_errors,
+    require_on_device,
+    room_of,
+)
 from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
@@ -376,6 +385,7 @@ def memory(
     loaded = resolve(written, partial(click.echo, err=True), layout="file")
     require_sound(loaded)
     config, hardware = from_recipe(loaded), find_cluster(cluster)
+    require_on_device("--limit", limit, hardware)
     if stage is not None and stage >= config.pp:
         raise RecipeError(f"--stage {stage}: there is no such stage; the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)

@@ -5,6 +5,7 @@ if there is no problem, 1 for errors of the recipe, and 2 for wrong arguments.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -176,7 +177,7 @@ def dryrun(
     lines: dict[int, TimeLine] = {}
     report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
     if any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"]):
-        words = advice(loaded, report["stages"][0]["memory"]["limit"])
+        words = advice(loaded, report["stages"][0]["memory"]["limit"], overrides)
         report["problems"].append(f"context.max_device_memory: {words}")
     if picture:
         draw(report, picture)
@@ -191,10 +192,10 @@ def dryrun(
 _SHOWN = 3  # changes of each sort
 
 
-def advice(recipe: Recipe, limit: int) -> str:
+def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = ()) -> str:
     """Return one line of text that names the single changes with which a recipe fits into `limit` bytes, and the memory
     that it needs with other changes. The changes are those that `tc3 memory --explain-oom` proposes and `tc3 check`
-    does not refuse.
+    does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named.
     """
     room, times = (
         Room(limit, "context.max_device_memory", known_errors().margin),
@@ -209,7 +210,8 @@ def advice(recipe: Recipe, limit: int) -> str:
     short = [one for one in found if one.fit != FITS]
     words = f"fits by the memory model: {_named(enough)}" if enough else "no single change fits by the memory model"
     rest = f"; not enough by itself: {_named(short)}" if short else ""
-    return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
+    sets = "".join(f" --set {shlex.quote(one)}" for one in overrides)
+    return f"{words}{rest}; tc3 memory {recipe.source}{sets} --explain-oom has their keys and costs, and pairs"
 
 
 def _named(changes: Sequence[Proposal]) -> str:
