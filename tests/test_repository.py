@@ -104,8 +104,8 @@ ROWS = [
     ["tools.check"],
     ["tools.dryrun", "tools.profile"],
     ["tools.search", "tools.fusion", "tools.prove"],
-    ["tools.recipe.cli", "tools.dryrun.cli", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],
-    ["tools.data.imbalance", "tools.doctor", "tools.experts"],
+    ["tools.recipe.cli", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],
+    ["tools.dryrun.cli", "tools.data.imbalance", "tools.doctor", "tools.experts"],
     ["tools.accuracy"],
     ["launch"],
 ]

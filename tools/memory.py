@@ -23,7 +23,7 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from plugins.expert_balance import settings as expert_balance
-from tools.check.check import check_recipe, require_sound
+from tools.check.check import new_errors, require_sound
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
@@ -31,7 +31,16 @@ from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
 from tools.estimate.memory.loaded import Even, judge
 from tools.estimate.memory.model import STATIC, StageMemory, all_stages, exchanged, peak_memory
-from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, fit_between, known_errors, room_of
+from tools.estimate.memory.room import (
+    DOES_NOT_FIT,
+    FITS,
+    UNKNOWN,
+    Room,
+    fit_between,
+    known_errors,
+    require_on_device,
+    room_of,
+)
 from tools.estimate.memory.time_line import UPDATE, TimeLine, check_form, simulated, time_line, write_line
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
@@ -95,8 +104,7 @@ def explain(
     # changes are made for a modelled limit: the one at which the measured peak is at the room's
     limit = room.bytes * peak_memory(config) / _peak(config, terms)
     singles = single_changes(config, limit)
-    known = _wrong(recipe)
-    proposed = partial(_proposal, recipe, config, times=times, room=room, known=known, terms=terms)
+    proposed = partial(_proposal, recipe, config, times=times, room=room, terms=terms)
     found = [proposal for change in singles if (proposal := proposed(change))]
     if pairs and not any(one.fit == FITS and not one.refused for one in found):
         both = sorted(pairs_of_changes(config, limit), key=lambda change: _order_of(change, times, room, terms))
@@ -136,7 +144,6 @@ def _proposal(
     change: Change,
     times: TimeModel,
     room: Room,
-    known: Sequence[str],
     terms: MemoryTerms,
 ) -> Proposal | None:
     """Return a change as keys of a recipe, with predictions for the changed recipe; None if MindFormers has no keys for
@@ -156,7 +163,7 @@ def _proposal(
     now = _peak(before, terms)
     if not keys or peak >= now:
         return None
-    refused = [finding for finding in _wrong(child) if finding not in known]
+    refused = new_errors(recipe, child)
     return Proposal(
         name=change.name,
         keys=keys,
@@ -167,11 +174,6 @@ def _proposal(
         fit=verdict(peak, room),
         refused=refused[0] if refused else "",
     )
-
-
-def _wrong(recipe: Recipe) -> list[str]:
-    """Return the errors that `tc3 check` finds, without their places."""
-    return [f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors]
 
 
 def _flat(nested: Mapping[str, Any], callbacks: Sequence[Any], path: tuple[str | int, ...] = ()) -> dict[str, Any]:
@@ -386,6 +388,7 @@ def memory(
     loaded = resolve(written, partial(click.echo, err=True), layout="file")
     require_sound(loaded)
     config, hardware = from_recipe(loaded), find_cluster(cluster)
+    require_on_device("--limit", limit, hardware)
     if stage is not None and stage >= config.pp:
         raise RecipeError(f"--stage {stage}: there is no such stage; the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)

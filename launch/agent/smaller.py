@@ -4,10 +4,11 @@ with the same global batch.
 Tensor, pipeline, context and expert groups stay whole: the run gives up only copies of the model, and the remaining
 copies train the samples of the lost copies. In a pipeline the remaining copies train more micro-batches
 (`micro_batch_num`). Without a pipeline they accumulate gradients over more steps if the recipe has the key for this;
-otherwise the batch of each step grows, and with it the memory of activations. Steps, learning rate and the order of the
-data do not change. As long as every token counts, losses equal those of the uninterrupted run up to the order in which
-sums are added. If a mask excludes tokens from the loss, each micro-batch is averaged over its own tokens; the losses
-then differ, because micro-batches contain other samples than before.
+otherwise the batch of each step grows, and with it the memory of activations. A sharded optimizer has fewer shards,
+which are larger. A run that would not fit into memory at its smaller size is refused. Steps, learning rate and the
+order of the data do not change. As long as every token counts, losses equal those of the uninterrupted run up to the
+order in which sums are added. If a mask excludes tokens from the loss, each micro-batch is averaged over its own
+tokens; the losses then differ, because micro-batches contain other samples than before.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from launch.agent.decide import Smaller
 from launch.resume.data import differences
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.model import peak_memory
+from tools.estimate.memory.room import DOES_NOT_FIT, fit_between, require_known
+from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import apply_overrides, dotted
-from tools.recipe.view import MODEL, PARALLEL, RUNNER, View
+from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, limit_of
 
 _BATCH, _ACCUMULATION = (*RUNNER, "batch_size"), (*RUNNER, "gradient_accumulation_steps")
 _MICRO, _DP = (*PARALLEL, "micro_batch_num"), (*PARALLEL, "data_parallel")
@@ -145,4 +150,24 @@ def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:
     errors = check_recipe(after).errors
     if errors:
         return f"{errors[0].key}: {errors[0].wrong}"
-    return "; ".join(differences(recipe, after, step))
+    return _over_memory(recipe, after) or "; ".join(differences(recipe, after, step))
+
+
+def _over_memory(recipe: Recipe, after: Recipe) -> str:
+    """Return the reason why a device has too little memory for the run at its smaller size, by the rule of `tc3
+    memory`; "" if it fits, needs no more memory than at its own size, or cannot be predicted.
+    """
+    limit = limit_of(after)
+    if not limit or View(after).on_cpu:
+        return ""
+    try:
+        require_known(after)
+        need, own = (peak_memory(from_recipe(one)) for one in (after, recipe))
+    except RecipeError:
+        return ""
+    if need <= own or fit_between(need, need, limit) != DOES_NOT_FIT:
+        return ""
+    return (
+        f"a device would need {need / GIB:.1f} GiB by the memory model, instead of {own / GIB:.1f} at its own size, "
+        f"and context.max_device_memory is {limit / GIB:.1f}"
+    )

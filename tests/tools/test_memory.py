@@ -11,9 +11,10 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
+from tools.dryrun.cli import advice
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory.changes import checked_advice, fewest_recomputed, pairs_of_changes, single_changes
+from tools.estimate.memory.changes import fewest_recomputed, pairs_of_changes, single_changes
 from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, room_of
 from tools.estimate.time_model import TimeModel
@@ -56,7 +57,8 @@ def test_experts_are_shared_by_ranks_that_mindformers_lets_share_them():
     changes = [*single_changes(config, 20 * GIB), *pairs_of_changes(config, 20 * GIB)]
     assert "model_parallel doubled, data_parallel halved" in [change.name for change in changes]
     assert all(change.config.dp * change.config.tp % change.config.ep == 0 for change in changes)
-    said = checked_advice(recipe, 60 * GIB)
+    said, command = advice(recipe, 60 * GIB, sets).split("; tc3 memory ")
+    assert command.startswith(f"{recipe.source} --set {sets[0]} --set ")  # the file alone is another run
     assert "model_parallel doubled" in said and "context_parallel" not in said and "expert_parallel" not in said
 
 
@@ -66,7 +68,7 @@ def test_advice_cuts_no_key_value_heads_that_check_refuses_to_cut():
     recipe = apply_overrides(load_recipe("recipes/telechat3_36b/pretrain_8k.yaml"), sets)
     refused = apply_overrides(recipe, ["parallel_config.data_parallel=1", "parallel_config.model_parallel=16"])
     assert any("8 key-value heads cannot be divided over 16" in str(one) for one in check_recipe(refused).errors)
-    said = checked_advice(recipe, 10 * GIB)
+    said = advice(recipe, 10 * GIB)
     assert "context_parallel doubled" in said and "model_parallel" not in said
 
 
@@ -76,6 +78,14 @@ def test_advice_for_experts_without_tensor_parallelism_also_sets_sequence_parall
     found = {row.name: row for row in explain(recipe, times, room_of(recipe, times.hardware, 20), pairs=False)}
     doubled = found["model_parallel doubled, data_parallel halved"]
     assert doubled.keys["parallel_config.use_seq_parallel"] is True and not doubled.refused
+
+
+def test_advice_leaves_out_what_plugins_of_the_recipe_refuse():
+    """`plugins.group_aux_loss` wants whole sequences in an EP group; 8 of 16 tensor-parallel ranks hold half."""
+    recipe = resolve(load_recipe("recipes/telechat3_105b/pretrain_4k_report.yaml"), layout="even")
+    assert "model_parallel doubled" in [change.name.split(",")[0] for change in single_changes(from_recipe(recipe), 0)]
+    said = advice(recipe, 20 * GIB)
+    assert "expert_parallel times 2" in said and "context_parallel doubled" in said and "model_parallel" not in said
 
 
 def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
@@ -90,7 +100,7 @@ def test_the_public_row_of_48_devices_needs_expert_parallelism(times):
     alone = by_keys[(GRADIENTS,)]
     assert alone.fit == DOES_NOT_FIT and alone.peak > 67 * GIB
     assert "does not finish compiling" in alone.refused
-    said = checked_advice(recipe, int(58 * GIB))
+    said = advice(recipe, int(58 * GIB))
     enough, short = said.split("not enough by itself")
     assert "expert_parallel times 8 (46.5 GiB)" in enough and "expert_parallel times 2" in short
     assert "shard accumulated gradients" not in said  # in a pipeline their compile does not end
@@ -100,7 +110,7 @@ def test_the_fewest_layers_that_fit_do_so_with_the_margin():
     recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
     recipe = apply_overrides(recipe, ["recompute_config.recompute=False"])
     assert peak_memory(from_recipe(recipe)) > 21 * GIB
-    enough, _ = checked_advice(recipe, 21 * GIB).split("not enough by itself")
+    enough, _ = advice(recipe, 21 * GIB).split("not enough by itself")
     assert "recompute the fewest layers that fit (19.4 GiB)" in enough  # 7.3 % of 21 stay free
 
 
@@ -251,7 +261,7 @@ def test_of_level3_nothing_is_said(times):
     recipe["parallel"]["parallel_optimizer_config"] = {"optimizer_level": "level3"}
     with pytest.raises(RecipeError, match="with level3 fits is unknown"):
         room_of(recipe, times.hardware)
-    assert checked_advice(recipe, 10 * GIB).startswith("what would make it fit is unknown: ")
+    assert advice(recipe, 10 * GIB).startswith("what would make it fit is unknown: ")
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ def require_sound(recipe: Recipe, own_data: bool = True) -> None:
         raise refused(errors)
 
 
+def new_errors(before: Recipe, after: Recipe) -> list[str]:
+    """Return what `tc3 check` finds wrong with the changed recipe `after` and not with the recipe `before`, without the
+    places in the files.
+    """
+    known, now = ([f"{one.key}: {one.wrong}" for one in check_recipe(each).errors] for each in (before, after))
+    return [error for error in now if error not in known]
+
+
 def require_sections(recipe: Recipe) -> None:
     """Refuse a recipe if it lacks a section or a key without which no training starts; all other errors are accepted,
     so that recipes with errors can be compared, too.

@@ -5,6 +5,7 @@ if there is no problem, 1 for errors of the recipe, and 2 for wrong arguments.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
 from tools.dryrun.compiles import compile_all, refusal_of
@@ -22,16 +24,21 @@ from tools.dryrun.quick import quick_plan
 from tools.dryrun.render import draw, render
 from tools.dryrun.report import loads_asked, report_of
 from tools.estimate.loads import HELP
+from tools.estimate.memory.room import DOES_NOT_FIT, FITS, Room, known_errors, require_known
 from tools.estimate.memory.time_line import TimeLine, check_form, write_line
+from tools.estimate.time_model import TimeModel
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
+from tools.hardware import DEFAULT_HARDWARE, load_hardware
+from tools.hardware.units import GIB
 from tools.layout.resolve import resolve
 from tools.measured import require_memory
+from tools.memory import Proposal, explain
 from tools.process.waiting import saying
 from tools.prove.cli import proof_of, require_collectives
 from tools.prove.cli import render as render_proof
 from tools.ranges import Number, jobs_option, overrides_option
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 from tools.schema.versions import require_verified, unverified_option
@@ -169,6 +176,9 @@ def dryrun(
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
     report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
+    if any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"]):
+        words = advice(loaded, report["stages"][0]["memory"]["limit"], overrides)
+        report["problems"].append(f"context.max_device_memory: {words}")
     if picture:
         draw(report, picture)
     if time_line:
@@ -177,6 +187,35 @@ def dryrun(
         write_line(lines[fullest], title, report["stages"][0]["memory"]["limit"], time_line)
     proof = partial(proof_of, loaded, plan, results, jobs, not no_cache, as_json) if prove else None
     sys.exit(1 if _tell(report, proof, as_json) else 0)
+
+
+_SHOWN = 3  # changes of each sort
+
+
+def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = ()) -> str:
+    """Return one line of text that names the single changes with which a recipe fits into `limit` bytes, and the memory
+    that it needs with other changes. The changes are those that `tc3 memory --explain-oom` proposes and `tc3 check`
+    does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named.
+    """
+    room, times = (
+        Room(limit, "context.max_device_memory", known_errors().margin),
+        TimeModel(load_hardware(DEFAULT_HARDWARE)),
+    )
+    try:
+        require_known(recipe)
+        found = [one for one in explain(recipe, times, room, pairs=False) if not one.refused]
+    except RecipeError as error:
+        return f"what would make it fit is unknown: {error}"
+    enough = [one for one in found if one.fit == FITS]
+    short = [one for one in found if one.fit != FITS]
+    words = f"fits by the memory model: {_named(enough)}" if enough else "no single change fits by the memory model"
+    rest = f"; not enough by itself: {_named(short)}" if short else ""
+    sets = "".join(f" --set {shlex.quote(one)}" for one in overrides)
+    return f"{words}{rest}; tc3 memory {recipe.source}{sets} --explain-oom has their keys and costs, and pairs"
+
+
+def _named(changes: Sequence[Proposal]) -> str:
+    return ", ".join(f"{change.name} ({change.peak / GIB:.1f} GiB)" for change in changes[:_SHOWN])
 
 
 def _tell(report: dict[str, Any], proof: Callable[[], dict[str, Any]] | None, as_json: bool) -> bool:

@@ -37,7 +37,6 @@ from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.scale import Scale, judge_scale
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import Loads, loads_of
-from tools.estimate.memory.changes import checked_advice
 from tools.estimate.memory.loaded import Judged
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN
 from tools.estimate.memory.time_line import TimeLine
@@ -105,8 +104,7 @@ def report_of(
     links = check_links(plan, compiled, view.devices // view.pp, alike=not runs_back(view))
     problems = check_order(programs) + links.problems
     error = ERROR if quick else 0.0
-    over = over_limit(stages, limit, error)
-    problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
+    problems += over_limit(stages, limit, error)
     problems += unsure(stages, limit, error)
     left_out = _left_out(plan, stages) if limit and not view.on_cpu else []
     problems += left_out

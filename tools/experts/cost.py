@@ -7,7 +7,6 @@ is cut into chunks (report figure 5). The exit code is 0, or 2 for a wrong input
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,20 +22,21 @@ from rich.table import Table
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
+from tools.check.check import new_errors
 from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP
 from tools.estimate.time_model import require_step_time
-from tools.experts.what_if import lines, what_if
+from tools.experts.what_if import lines, what_if, with_degree
 from tools.files.figure import check_ending, new_figure, save_figure
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.advise import Advice, ModeReport, advise, choices
 from tools.layout.resolve import resolve
 from tools.ranges import Number, overrides_option
-from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import AUTO, OFFSET, PARALLEL, View, look
+from tools.recipe.view import AUTO, OFFSET, View, look
 
 WIDTH = 110  # of the tables, also where nobody looks at a terminal: a cut number would be another number
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
@@ -306,7 +306,9 @@ def ep_report(
     advices = []
     for degree in ep or [None]:
         try:
-            of_degree = _of_degree(changed, degree) if degree else changed
+            of_degree = with_degree(changed, degree) if degree else changed
+            if refused := new_errors(changed, of_degree):
+                raise RecipeError(f"tc3 check refuses it in this recipe: {refused[0]}")
             modes, cuts = choices(of_degree, devices)
             other = degree if degree != View(loaded).ep else None
             found = advise(of_degree, devices, asked, modes, cuts, planned=planned)
@@ -321,12 +323,3 @@ def ep_report(
         click.echo(json.dumps(content(advices, str(recipe), asked)))
     else:
         print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False), asked)
-
-
-def _of_degree(recipe: Recipe, degree: int) -> Recipe:
-    """Return the recipe with another EP degree; the recipe need not state an EP degree."""
-    if View(recipe).has((*PARALLEL, "expert_parallel")):
-        return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
-    changed = copy.deepcopy(recipe)
-    changed.setdefault("parallel_config", {})["expert_parallel"] = degree
-    return changed

@@ -12,6 +12,7 @@ unknown, the seconds of its row are None, and its note says why:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,13 +24,16 @@ from plugins.expert_balance.replay import replay
 from plugins.expert_balance.settings import KEY, Settings
 from plugins.expert_balance.settings import read as read_settings
 from plugins.hierarchical_ep.topology import degrees_of
+from tools.check.check import new_errors
 from tools.estimate.configuration import Configuration, weight_cut, weight_shards
 from tools.estimate.loads import EVEN, Counted, Loads, loads_of, moe_layers, of_ratios
 from tools.estimate.memory.training_graph import EXPERTS, module_of_weight
 from tools.estimate.time_model import TimeModel
 from tools.layout.advise import Advice, step_under
 from tools.model import weights
-from tools.recipe.view import View
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import PARALLEL, View
 
 CAPACITIES = (1.25, 1.5)  # times the mean, of a device
 _SPARSE = "deduplicated"  # the mode whose bytes between nodes depend on how many nodes a token visits
@@ -70,7 +74,7 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
         Change("even loads", even, 1.0, "the best that loads can be"),
         _moved(times, own, loads, advice),
         *_capped(times, own, loads),
-        *_degrees(times, own, loads, asked, advice.hardware.devices_per_node),
+        *_degrees(times, own, loads, asked, advice),
         *_few_nodes(times, own, loads, advice.topology.nodes),
     ]
 
@@ -159,18 +163,32 @@ def _capped(times: TimeModel, own: Configuration, loads: Loads) -> Iterator[Chan
         yield Change(name, step_under(times, own, capped).total, capped.typical, note)
 
 
-def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str, node: int) -> Iterator[Change]:
-    """Yield a change for half and one for twice the degree of expert parallelism, if the command accepts the degree."""
-    able = degrees_of(node, own.model.experts, own.dp * own.tp)
+def _degrees(times: TimeModel, own: Configuration, loads: Loads, asked: str, advice: Advice) -> Iterator[Change]:
+    """Yield a change for half and one for twice the degree of expert parallelism, if the command accepts the degree. If
+    `tc3 check` refuses the degree, also because of a plugin of the recipe, the change says why.
+    """
+    able = degrees_of(advice.hardware.devices_per_node, own.model.experts, own.dp * own.tp)
     for degree in (one for one in (own.ep // 2, 2 * own.ep) if one in able):
         name = f"expert_parallel: {degree}"
         if loads.shares.shape[-1] == 1:
             yield Change(name, None, None, "unknown: one max/mean says nothing of another degree")
             continue
+        if refused := new_errors(advice.recipe, with_degree(advice.recipe, degree)):
+            yield Change(name, None, None, f"refused by tc3 check: {refused[0]}")
+            continue
         other = replace(own, ep=degree)
         found = loads_of(asked, other)
         seconds = step_under(times, replace(other, skew=found.typical), found).total
         yield Change(name, seconds, found.typical, "its memory is not looked at: tc3 memory --loads")
+
+
+def with_degree(recipe: Recipe, degree: int) -> Recipe:
+    """Return the recipe with another EP degree; the recipe need not state an EP degree."""
+    if View(recipe).has((*PARALLEL, "expert_parallel")):
+        return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
+    changed = copy.deepcopy(recipe)
+    changed.setdefault("parallel_config", {})["expert_parallel"] = degree
+    return changed
 
 
 def _few_nodes(times: TimeModel, own: Configuration, loads: Loads, nodes: int) -> Iterator[Change]:

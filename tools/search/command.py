@@ -326,6 +326,7 @@ def _asked(
     """Return the recipe as written, the base of overlays, and what is asked; raise errors now, not at the end."""
     from tools.estimate.from_recipe import require_ulysses
     from tools.estimate.loads import loads_of
+    from tools.estimate.memory.room import require_on_device
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import load_recipe
     from tools.search.overlay import keep_files_of, require_layouts
@@ -360,6 +361,7 @@ def _asked(
     of_run = (options["devices"], options["gbs"], options["memory"])
     name, reserve = _cluster(path, cluster_name, own_cluster, options)
     request = request_of(recipe, name, *of_run, asked, options["memory_margin"], reserve)
+    require_on_device("--memory", options["memory"], request.hardware)
     request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["loads"] is not None:

@@ -145,3 +145,33 @@ def test_what_the_check_refuses_is_refused():
     recipe = effective(ROOT / "recipes/mini/pretrain_3d.yaml")
     recipe["parallel"]["parallel_optimizer_config"]["optimizer_weight_shard_size"] = 2
     assert "optimizer_weight_shard_size" in smaller(recipe, 4, 1, 8)
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("30GB", True), ("22GB", False), ("18GB", False), (None, True)])
+def test_what_would_not_fit_into_memory_is_refused(limit, fits):
+    """Half of the copies share the optimizer's state in larger shards: 24.5 GiB on a device instead of 18.8."""
+    recipe = effective(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    if limit is None:
+        del recipe["context"]["max_device_memory"]
+    else:
+        recipe["context"]["max_device_memory"] = limit
+    found = smaller(recipe, 31, 8, 8)
+    if fits:
+        assert isinstance(found, Smaller) and found.hosts == 16
+    else:
+        assert found == (
+            "with parallel_config.data_parallel 2: a device would need 24.5 GiB by the memory model, instead of 18.8 "
+            f"at its own size, and context.max_device_memory is {float(limit[:-2]):.1f}"
+        )
+
+
+def test_the_memory_of_level3_and_of_a_run_that_needs_no_more_than_before_refuses_nothing():
+    recipe = effective(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe["context"]["max_device_memory"] = "10GB"
+    recipe["parallel"]["enable_parallel_optimizer"] = False
+    assert isinstance(smaller(recipe, 31, 8, 8), Smaller)  # it trained, whatever the model says
+    recipe["parallel"] |= {
+        "enable_parallel_optimizer": True,
+        "parallel_optimizer_config": {"optimizer_level": "level3"},
+    }
+    assert isinstance(smaller(recipe, 31, 8, 8), Smaller)

@@ -339,8 +339,7 @@ def _a_smaller_limit_is_told_by_stage(pipeline, quick, cache_folder, monkeypatch
     assert [stage["fit"] for stage in report["stages"]] == [
         "does not fit" if stage is high else "fits" for stage in quick["stages"]
     ]
-    problem, advice = report["problems"]
-    assert "tc3 memory" in advice and "--explain-oom" in advice
+    (problem,) = report["problems"]
     assert f"stage {high['stage']}:" in problem
 
 

@@ -267,6 +267,18 @@ def test_a_degree_whose_groups_the_command_refuses_is_no_row(node, wanted):
     assert {name for name in rows if "expert_parallel" in name} == {f"expert_parallel: {one}" for one in wanted}
 
 
+def test_a_degree_that_a_plugin_of_the_recipe_refuses_is_neither_predicted_nor_recommended():
+    """`plugins.group_aux_loss` wants whole sequences in an EP group, and eight tensor-parallel ranks share one."""
+    report = "recipes/telechat3_105b/pretrain_4k_report.yaml"
+    told = json.loads(run(report, "--loads", "spread:0.3", "--json").stdout)
+    rows = {row["name"]: row for row in told["reports"][0]["what_if"]}
+    assert rows["expert_parallel: 4"]["step_s"] is None and rows["expert_parallel: 16"]["step_s"] > 0
+    assert "refused by tc3 check" in rows["expert_parallel: 4"]["note"]
+    refused = str(run(report, "--ep", "4").exception)
+    assert refused.startswith("--ep 4: tc3 check refuses it") and "plugins.group_aux_loss" in refused
+    assert run(report, "--ep", "4", "--set", "plugins.group_aux_loss=False").exit_code == 0
+
+
 def test_moves_are_replayed_and_their_cost_is_counted(log):
     config = loaded_run()
     loads = loads_of(log, config)

@@ -160,7 +160,7 @@ def test_no_device_has_more_memory_than_it_has():
         asked, needs = replace(request(), reserve=reserve * GIB), replace(least, peak=(59.5 - reserve) * GIB)
         assert more_memory(asked, needs).startswith("nearest: --memory 59.5 (GiB)")
     assert more_memory(request(), replace(least, peak=59.9 * GIB)).startswith(
-        "no --memory is enough: a device has 59.6 GiB"
+        "no --memory is enough for balanced layers: a device has 59.6 GiB"
     )
 
 

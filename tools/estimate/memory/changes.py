@@ -2,8 +2,6 @@
 
 A change keeps the devices and the global batch. The memory of the changed run is predicted anew, which shows how much
 memory the change frees. `tools.memory` finds the recipe's keys for a change, and its cost in step time.
-
-If a recipe does not fit, `tc3 dryrun` gives advice by the same function.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ from itertools import combinations
 
 from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration, Table, even_layers, tensor_cuts
-from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe, not_empty
+from tools.estimate.from_recipe import not_empty
 from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
-from tools.estimate.memory.room import known_errors, require_known
-from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
-from tools.recipe.load import Recipe
 
 Apply = Callable[[Configuration, float], Configuration | None]  # of a run and its limit; None: not for this run
 
@@ -217,35 +212,3 @@ def _one_more(table: Table, chunk: int, stage: int, more: int = 1) -> Table:
     rows = [list(row) for row in table]
     rows[chunk][stage] += more
     return tuple(map(tuple, rows))
-
-
-_SHOWN = 3  # changes of each sort
-
-
-def checked_advice(recipe: Recipe, limit: int) -> str:
-    """Return one line of text that names the single changes with which the run fits in memory, and the memory that the
-    run would need with other changes.
-    """
-    try:
-        require_known(recipe)
-        own, room = from_recipe(recipe), limit * (1 - known_errors().margin)
-        # no change leads to sharded gradients where MindSpore would not finish compiling them
-        found = [
-            change
-            for change in single_changes(own, room)
-            if change.config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(change.config.pp)
-        ]
-        changes = sorted(found, key=lambda change: change.peak)
-    except RecipeError as error:
-        return f"what would make it fit is unknown: {error}"
-    enough = [change for change in changes if change.peak <= room]
-    short = [change for change in changes if change.peak > room]
-    words = (
-        f"fits by the memory model: {_named(enough[::-1])}" if enough else "no single change fits by the memory model"
-    )
-    rest = f"; not enough by itself: {_named(short)}" if short else ""
-    return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
-
-
-def _named(changes: list[Change]) -> str:
-    return ", ".join(f"{change.name} ({change.peak / GIB:.1f} GiB)" for change in changes[:_SHOWN])

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from plugins.errors import RecipeError
 from tools.estimate.from_recipe import LEVEL
 from tools.files.atomic import write_atomically
 from tools.hardware import Hardware
@@ -170,6 +171,21 @@ def room_of(
     elif 0 < limit <= hardware.hbm_bytes:
         cap, source = float(limit), "context.max_device_memory of the recipe"
     return Room(cap, source, known_errors().margin if margin is None else margin)
+
+
+def require_on_device(option: str, gib: float | None, hardware: Hardware) -> None:
+    """Raise an error if the value of an option, in GiB, is more memory than a device has. Other commands would not take
+    such a limit from the recipe either.
+
+    Raises:
+        RecipeError: the message names the memory of the device.
+    """
+    if gib is not None and gib * GIB > hardware.hbm_bytes:
+        has = math.floor(10 * hardware.hbm_bytes / GIB) / 10
+        raise RecipeError(
+            f"{option} {gib:g}: a device of {hardware.name} has only {has:.1f} GiB; write at most {has:.1f}, or name "
+            "another cluster with --cluster"
+        )
 
 
 def require_known(recipe: Mapping[str, Any]) -> None:

@@ -117,7 +117,10 @@ def search_schedules(
     found = BySchedule()
     for name in names:
         own = replace(request, schedule=name)
-        short = rank(own, partial(progress, "ranking")).short_list(OF_EACH)
+        ranking = rank(own, partial(progress, "ranking"))
+        short = ranking.short_list(OF_EACH)
+        if ranking.near:  # what fits only if layers move
+            short += ranking.near.short_list(OF_EACH)[: OF_EACH - len(short)]
         uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
         entries = [entry_of(configuration(own, one), times) for one in uniform]
         placed: dict[Ranked, Placement] = {}

@@ -27,8 +27,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tools.estimate.memory.room import known_errors
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.search.candidates import RECOMPUTE, Block, Candidate, Funnel, blocks
+from tools.layout.place import screen
+from tools.search.candidates import RECOMPUTE, Block, Candidate, Funnel, blocks, configuration
 from tools.search.ranking.predict import MemoryTable, TimeTable
 from tools.search.request import PLANNED, POLICIES, Request
 
@@ -133,19 +135,31 @@ class Ranking:
         return taken
 
 
+_TRIED = 2  # candidates whose layers are moved to see whether anything fits
 Report = Callable[[int, int, float], None]  # blocks done, of how many, best seconds so far (infinite: none)
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether any legal strategy fits the memory of the devices; `funnel` counts the candidates that are not
-    legal.
+    """Return whether any legal strategy fits the memory of the devices, be it with balanced layers or with layers that
+    move from full stages; `funnel` counts the candidates that are not legal.
     """
-    memory = MemoryTable(request)
+    memory, room = MemoryTable(request), request.room
+    nearly: list[tuple[float, Candidate]] = []  # of each block the one whose heaviest stage holds least
     for block in reversed(blocks(request, funnel or Funnel())):  # many stages fit first
-        some = block.select((memory.static(block) <= request.room).all(axis=1))
-        if len(some) and fitting(memory.peaks(some), request.room, block.recompute).any():
+        some = block.select(memory.static(block).mean(axis=1) <= room)
+        if not len(some):
+            continue
+        peaks = memory.peaks(some)
+        if fitting(peaks, room, block.recompute).any():
             return True
-    return False
+        near = nearly_fitting(peaks, memory.static(some), room, block.recompute).any(axis=1)
+        near &= not request.base.model.alternates
+        heaviest = np.where(near, peaks.min(axis=1).max(axis=1), np.inf)
+        if near.any():
+            nearly.append((float(heaviest.min()), some.candidate(int(heaviest.argmin()), PLANNED)))
+    times = TimeModel(request.hardware)
+    every = (configuration(request, candidate) for _, candidate in sorted(nearly)[:_TRIED])
+    return any(screen(config, times, room, np.inf, request.groups).configuration is not None for config in every)
 
 
 def _over_memory(request: Request) -> str:
@@ -167,7 +181,8 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
         fits = fitting(found, request.room, block.recompute)
         funnel.drop(_over_memory(request), int(fits.size - fits.sum()))
         movable = not request.base.model.alternates
-        for some, taken in ((fits, parts), (nearly_fitting(found, request.room, block.recompute) & movable, nearly)):
+        near = nearly_fitting(found, memory.static(block), request.room, block.recompute) & movable
+        for some, taken in ((fits, parts), (near, nearly)):
             rows = np.flatnonzero(some.any(axis=1))
             if len(rows):
                 own = block.select(rows)
@@ -198,13 +213,13 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
     return np.column_stack([planned if word == PLANNED else uniform[:, POLICIES.index(word)] for word in recompute])
 
 
-def nearly_fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
+def nearly_fitting(peaks: np.ndarray, static: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
     """Return which candidates do not fit with balanced layers, but may fit if layers move from full stages to stages
-    with room, as bool [candidates, recompute]. Only layers with "planned" recomputation are placed. The arguments are
-    those of `fitting`.
+    with room, as bool [candidates, recompute]. All others fit with no placement: wherever layers are, the weights,
+    gradients and optimizer state of the stages, `static` [candidates, stages], are as many bytes. Only layers with
+    "planned" recomputation are placed. The other arguments are those of `fitting`.
     """
-    least = peaks.min(axis=1)
-    movable = (least > cap).any(axis=1) & (least.mean(axis=1) <= cap)
+    movable = (peaks.min(axis=1) > cap).any(axis=1) & (static.mean(axis=1) <= cap)
     return np.column_stack([movable & np.bool_(word == PLANNED) for word in recompute])
 
 
@@ -333,7 +348,8 @@ def more_memory(request: Request, least: Ranked) -> str:
     gib = -(-(least.peak / (1 - request.margin) + request.reserve) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:
-        return f"no --memory is enough: a device has {device:.1f} GiB; the least is {least.candidate.words}"
+        words = f"no --memory is enough for balanced layers: a device has {device:.1f} GiB"
+        return f"{words}; the least is {least.candidate.words}"
     return f"nearest: --memory {gib:.1f} (GiB), with {least.candidate.words}"
 
 
@@ -389,4 +405,4 @@ def _more_devices(request: Request) -> list[str]:
     for times in _MULTIPLES:
         if feasible(replace(request, devices=times * request.devices)):
             return [f"--devices {times * request.devices} is the least multiple tried on which a strategy fits"]
-    return [f"nothing fits on up to {_MULTIPLES[-1]} times the devices either"]
+    return [f"no strategy was found that fits on up to {_MULTIPLES[-1]} times the devices either"]

@@ -20,6 +20,7 @@ from tools.recipe.load import load_recipe
 from tools.search.candidates import RECOMPUTE, Funnel, blocks, configuration, schedule_of
 from tools.search.command import _infeasible
 from tools.search.ranking import workers
+from tools.search.ranking.alternatives import search_schedules
 from tools.search.ranking.predict import MemoryTable
 from tools.search.ranking.rank import Chances, Ranking, explain_infeasible, feasible, mix, nearly_fitting, rank
 from tools.search.ranking.run import Found, search
@@ -145,8 +146,28 @@ def test_every_candidate_that_may_fit_if_layers_move_is_kept():
     """The bound that a search tells holds for all of them, however many there are."""
     asked = request(model=replace(MODEL, vocab=64000), cap=1.27 * GIB)
     ranking, table = rank(asked), MemoryTable(asked)
-    near = [nearly_fitting(table.peaks(block), asked.room, block.recompute).sum() for block in ranking.blocks]
+    tables = [(table.peaks(block), table.static(block), asked.room, block.recompute) for block in ranking.blocks]
+    near = [nearly_fitting(*each).sum() for each in tables]
     assert len(ranking.near.seconds) == sum(near) > 256
+
+
+def test_what_fits_only_far_from_balanced_layers_is_ranked_proposed_and_found_for_other_schedules(monkeypatch):
+    """The first of 16 stages keeps 16 micro-batches and the last one: they hold 2 and 9 layers where balanced layers
+    would not even fit on average.
+    """
+    model = replace(MODEL, pattern=pattern_of(64), experts=0, top_k=0, shared_ffn=0, hidden=384, heads=6, kv_heads=6)
+    limits = ["pp=16", "vpp=1", "mbs=4", "recompute=planned", "shard=none"]
+    asked = request(16, 256, limits, replace(model, ffn=768, vocab=480), cap=1.8 * GIB)
+    asked = replace(asked, base=replace(asked.base, sequence=12288))
+    ranking = rank(asked)
+    (block,) = ranking.blocks
+    assert MemoryTable(asked).peaks(block).min(axis=1).mean() > asked.room
+    assert len(ranking.seconds) == 0 and len(ranking.near.seconds) == 1
+    assert feasible(asked) and not feasible(replace(asked, cap=1.5 * GIB))
+    monkeypatch.setattr(workers, "processes", lambda: 1)
+    times = TimeModel(asked.hardware)
+    (found,) = search_schedules(asked, ("seqpipe",), Budget(0.1), times, lambda *_: None).every
+    assert found.entry and found.entry.peak <= asked.room and found.entry.candidate.pp == 16
 
 
 def test_nothing_fits_is_not_all_that_a_search_says_which_the_time_limit_ended(monkeypatch, capsys):
