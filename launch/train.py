@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from plugins.errors import StoppedError, TC3Error
 from plugins.lines import ATTEMPT
 from plugins.operator_fusion import adapter as operator_fusion
 from tools.layout.resolve import resolve
-from tools.process.children import import_mindformers
+from tools.process.children import import_mindformers, temporary_folder
 from tools.ranges import overrides_option
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -87,14 +86,12 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.tools.utils import get_real_rank
 
-    with tempfile.TemporaryDirectory() as folder:  # MindFormers applies its defaults only to a file
-        flat = Path(folder) / "recipe.yaml"
+    with temporary_folder() as folder:
+        flat = Path(folder) / "recipe.yaml"  # MindFormers applies its defaults only to a file
         dump_recipe(with_bind_file(recipe), flat)
         config = MindFormerConfig(str(flat))
         backend.after_import()
-        tempfile.tempdir = folder  # MindFormers writes a file there that MindSpore reads at once, and leaves it
         build_context(config)
-        tempfile.tempdir = None
     backend.after_context()
     when_together(get_real_rank())
     backend.enable(config)

@@ -79,7 +79,7 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
             command = [sys.executable, str(WORKER), str(file), str(weights.absolute()), str(theirs.fileno())]
             with child(
                 command,
-                env={**worker_environment(1, place), "TMPDIR": folder},  # MindFormers leaves a file there
+                env=worker_environment(1, place),
                 cwd=folder,  # MindSpore leaves files where it stands
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 from launch.generate.session import Ready, Refused
 from launch.workers.lifetime import die_with_parent, run_then_hard_exit
 from plugins.errors import CheckpointError, TC3Error
-from tools.process.children import import_mindformers
+from tools.process.children import import_mindformers, temporary_folder
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import require_verified
 from tools.weights.convert_plan import model_of, plan_conversion
@@ -73,7 +73,8 @@ def build(recipe: Path) -> Any:
     from mindformers.models import build_network
 
     config = MindFormerConfig(str(recipe))
-    build_context(config)
+    with temporary_folder():
+        build_context(config)
     from plugins import enable_model
     from plugins.cpu_backend import adapter
 

@@ -122,7 +122,8 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
         documents = np.append(_of_items(source, of_parts, end), [of_parts[part][item] for part, item in more])
         items = trained_items(order[:end], trained, schedule.skipped, len(documents))
         check_fits(documents[items], schedule.eod_pad_length, layout.batch, schedule.padding, items)
-    _report(costs, plan, schedule)
+    if len(plan):
+        _report(costs, plan, schedule)
     return order
 
 

@@ -119,8 +119,8 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
             its own rank (see `OWN_BATCHES`).
     """
     if gathered:
-        steps, ranks = plan.shape[:2]
-        read = plan.transpose(0, 2, 1, 3).reshape(steps, ranks, -1)  # [steps, reading rank, its samples]
+        steps, ranks, micro_batches, slots = plan.shape
+        read = plan.transpose(0, 2, 1, 3).reshape(steps, ranks, micro_batches * slots)  # of the rank that reads them
         return read.transpose(0, 2, 1).ravel()
     return plan.transpose(0, 2, 3, 1).ravel()
 

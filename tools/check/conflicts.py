@@ -35,6 +35,9 @@ _REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dat
 }
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _YARN = ("plugins", "yarn")
+_NORMS = ("input_layernorm", "pre_mlp_layernorm", *(f"self_attention.{kind}_layernorm" for kind in ("q", "k", "kv")))
+_BIASED = ("add_bias_linear", "linear_proj")  # with the part of attention that has a bias then
+_DRAWN = "decoder.layers.*(linear|experts|router).*weight"
 _FLAGS = 127  # ranks that an int8 can count
 NOT_AGAIN = (  # of a padding id in the text
     "where a sample has it, the loader takes that place out of the loss of all later samples, too, because it makes "
@@ -46,6 +49,7 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
     """Check every rule about two settings that exclude each other, and add the violations to `found`."""
     _attention(view, built, found)
     _router(view, built, found)
+    _initial_weights(view, built, found)
     _masks(view, built, found)
     _positions(view, built, found)
     if view.parallel:
@@ -68,11 +72,10 @@ def _m(key: str) -> KeyPath:
 def _attention(view: View, built: Built, found: Findings) -> None:
     fields, seq = built.fields, built.number("seq_length")
     flash = fields.get("use_flash_attention") is True
+    only = ("works only with flash attention", "write use_flash_attention: True")
     for key in ("use_attn_mask_compression", "use_eod_attn_mask_compression"):
         if fields.get(key) and not flash:
-            found.error(
-                _m(key), "works only with flash attention", "write use_flash_attention: True", rule="mask_flash"
-            )
+            found.error(_m(key), *only, rule="mask_flash")
         elif fields.get(key) and seq < 2048:
             wrong = f"the compressed mask needs sequences of at least 2048 tokens, but seq_length is {seq}"
             found.error(_m(key), wrong, f"write {key}: False", rule="mask_2048")
@@ -80,12 +83,7 @@ def _attention(view: View, built: Built, found: Findings) -> None:
         wrong = "use_eod_attn_mask_compression replaces this mask"
         found.warning(_m("use_attn_mask_compression"), wrong, "write use_attn_mask_compression: False")
     if fields.get("use_ring_attention") and not flash:
-        found.error(
-            _m("use_ring_attention"),
-            "works only with flash attention",
-            "write use_flash_attention: True",
-            rule="ring_flash",
-        )
+        found.error(_m("use_ring_attention"), *only, rule="ring_flash")
     if view.parallel and view.cp > 1 and not flash:
         wrong = "context parallelism works only with flash attention"
         found.error(_m("use_flash_attention"), wrong, "write True", rule="cp_flash")
@@ -113,8 +111,6 @@ def _router(view: View, built: Built, found: Findings) -> None:
         wrong = "the router's bias works only with sigmoid scores"
         right = "write moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
-    if fields.get("moe_router_enable_expert_bias"):
-        _drawn_biases(view, built, found)
     _relocation(view, built, found)
     if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
@@ -130,16 +126,28 @@ def _router(view: View, built: Built, found: Findings) -> None:
         found.error((*PARALLEL, "use_seq_parallel"), wrong, "write True", rule="moe_tp_sequence")
 
 
-def _drawn_biases(view: View, built: Built, found: Findings) -> None:
-    first, last = built.number("first_k_dense_replace"), built.number("num_layers")
-    layers = [f"decoder.layers.{layer}" for layer in range(first, last)]
-    layers += [f"mtp.layers.{layer}.transformer_layer" for layer in range(built.number("mtp_num_layers"))]
+def _initial_weights(view: View, built: Built, found: Findings) -> None:
+    """Check that rules of initial weights match no parameter that begins with ones or zeros."""
+    layers = [f"decoder.layers.{layer}." for layer in range(built.number("num_layers"))]
+    layers += [f"mtp.layers.{layer}.transformer_layer." for layer in range(built.number("mtp_num_layers"))]
+    end = "gamma" if built.fields.get("normalization") == "LayerNorm" else "weight"
+    norms = [f"{layer}{name}.{end}" for layer in layers for name in _NORMS] + [f"decoder.final_layernorm.{end}"]
+    latent = built.fields.get("multi_latent_attention") is True
+    key, part = ("add_qkv_bias", "linear_qkv") if built.fields.get("add_qkv_bias") and not latent else _BIASED
+    biases = [f"{layer}self_attention.{part}.bias" for layer in layers] * bool(built.fields.get(key))
+    routed = layers[built.number("first_k_dense_replace") :] * bool(built.number("num_moe_experts"))
+    routed *= bool(built.fields.get("moe_router_enable_expert_bias"))
+    path, right = _m("param_init_std_rules"), "match neither biases nor norms, as with " + _DRAWN
     with suppress(TypeError, KeyError, re.error):  # MindFormers refuses these rules, see check_built
-        for rule in (each for each in view.get(_m("param_init_std_rules")) or [] if each["init_method_std"]):
-            if any(re.match(rule["target"], f"{layer}.mlp.router.expert_bias") for layer in layers):
-                wrong = f"{rule['target']!r} also matches the routers' biases, which would begin with random numbers"
-                right = "match neither biases nor norms, as with decoder.layers.*(linear|experts|router).*weight"
-                found.error(_m("param_init_std_rules"), wrong, right, rule="drawn_biases")
+        for rule in view.get(path) or []:
+            target, drawn = rule["target"], bool(rule["init_method_std"])
+            if drawn and any(re.match(target, f"{layer}mlp.router.expert_bias") for layer in routed):
+                wrong = f"{target!r} also matches the routers' biases, which would begin with random numbers"
+                found.error(path, wrong, right, rule="drawn_biases")
+            elif other := next((name for name in norms + biases * drawn if re.match(target, name)), None):
+                begins = f"begin {'around' if drawn else 'with'} zero, not with one"
+                begins = "begin with random numbers, not with zero" if other in biases else begins
+                found.warning(path, f"{target!r} also matches {other}, which would {begins}", right)
 
 
 def _masks(view: View, built: Built, found: Findings) -> None:
@@ -223,19 +231,11 @@ def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findin
     more = [key for key in yarn.NUMBERS if key.startswith(("beta", "mscale")) and kind == "yarn"]
     missing = [key for key in ("factor", *more) if key not in scaling and fields.get(key) is None]
     if kind is None:
-        found.error(
-            _m("rope_scaling"),
-            "rope_type is missing in this section",
-            'write rope_type: "yarn"',
-            rule="position_embedding",
-        )
+        wrong = "rope_type is missing in this section"
+        found.error(_m("rope_scaling"), wrong, 'write rope_type: "yarn"', rule="position_embedding")
     if missing:
-        found.error(
-            _m("rope_scaling"),
-            f"MindFormers needs {', '.join(missing)}",
-            "write these keys in this section",
-            rule="rope_scaling",
-        )
+        wrong = f"MindFormers needs {', '.join(missing)}"
+        found.error(_m("rope_scaling"), wrong, "write these keys in this section", rule="rope_scaling")
 
 
 def _pipeline(view: View, built: Built, found: Findings) -> None:

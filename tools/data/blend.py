@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -99,14 +100,25 @@ class Corpora:
 
     @staticmethod
     def _dealt(shares: Sequence[float], samples: int, held: list[int] | None = None) -> list[int]:
-        """Return the number of samples that MindFormers takes from each corpus. MindFormers takes each sample from the
-        corpus that lags most behind its share (`build_blending_indices`). With `held`, the number of samples that each
-        corpus has, the count ends when the corpus whose turn it is has no sample left.
+        """Return the number of samples that MindFormers takes from each corpus. With `held`, the number of samples that
+        each corpus has, the count ends when the corpus whose turn it is has no sample left.
         """
-        wanted, taken = np.array(shares), np.zeros(len(shares))
-        for number in range(samples):
-            chosen = int(np.argmax(wanted * max(number, 1) - taken))
-            if held and taken[chosen] >= held[chosen]:
-                break
-            taken[chosen] += 1
-        return [int(count) for count in taken]
+        chosen, before = (each[:samples] for each in _turns(tuple(shares), min(1 << samples.bit_length(), _DEALT)))
+        if held and (over := before >= np.array(held)[chosen]).any():
+            chosen = chosen[: int(np.argmax(over))]
+        return np.bincount(chosen, minlength=len(shares)).tolist()
+
+
+@lru_cache(maxsize=4)  # advice asks for many numbers of samples of one blend
+def _turns(shares: tuple[float, ...], samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each of the first `samples` samples of a blend the corpus from which MindFormers takes the sample, and
+    the number of samples that MindFormers took from this corpus before. MindFormers takes each sample from the corpus
+    that lags most behind its share (`build_blending_indices`).
+    """
+    wanted, taken = np.array(shares), np.zeros(len(shares))
+    chosen, before = np.zeros(samples, np.int64), np.zeros(samples, np.int64)
+    for number in range(samples):
+        corpus = chosen[number] = np.argmax(wanted * max(number, 1) - taken)
+        before[number] = taken[corpus]
+        taken[corpus] += 1
+    return chosen, before

@@ -40,7 +40,7 @@ from tools.dryrun.memory import WEIGHT, Held, kinds_of, on_host
 from tools.dryrun.plan import Job
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 from tools.files.atomic import atomic_file
-from tools.process.children import import_mindformers
+from tools.process.children import import_mindformers, temporary_folder
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -229,7 +229,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     config = MindFormerConfig(str(flat))
     context = importlib.import_module("mindformers.core.context.build_context")  # its package hides it
     no_affinity = replaced(context, "_setup_affinity", '"affinity_cpu_list" in context_config', lambda _: None)
-    with replaced(parallel, "init", "def init(backend_name=None)", lambda: None), no_affinity:
+    with replaced(parallel, "init", "def init(backend_name=None)", lambda: None), no_affinity, temporary_folder():
         build_context(config)  # the virtual cluster is up already, and this host's CPUs are left alone
     # which C++ would ask of the library that is not there; Python's own setter stops at 4,095
     AutoParallelContext.get_instance().set_global_rank(get_rank())

@@ -24,6 +24,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -285,6 +286,21 @@ def import_mindformers() -> None:
         importlib.import_module("mindformers")
     finally:
         _remove_late()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Yield a folder that is removed at the end; in the meantime all files that this process makes by `tempfile` are in
+    this folder. MindFormers' `build_context` leaves there the JSON file of `dataset_broadcast_opt_level`, which
+    MindSpore reads at once.
+    """
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
 
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # a default: what the user has set stays

@@ -142,6 +142,11 @@ def test_hosts_that_do_not_fit_are_refused(hosts, name):
         cluster_for(workers, hosts(text))
 
 
+def test_addresses_are_written_as_a_node_prints_its_own(hosts):
+    """The script compares them, as text, with those of `hostname -I`."""
+    assert cluster_for(16, hosts("[2001:DB8:0::7]\nNode1\n")).names == "2001:db8::7 Node1"
+
+
 def test_what_cannot_be_launched_is_refused(tmp_path):
     with pytest.raises(ClusterError, match=r"nowhere\.txt: the file cannot be read"):
         cluster_for(8, tmp_path / "nowhere.txt")

@@ -240,6 +240,12 @@ def test_an_item_behind_the_trained_ones_that_the_data_set_lacks_stops_no_run(ad
     adapter.order_of(source, 30, replace(schedule, skipped=((0, 2),)))
 
 
+def test_less_than_one_step_keeps_the_order_of_the_data(adapter, corpora):
+    source, layout = build(["1", corpora[0]]).source, LAYOUTS[1]
+    order = adapter.order_of(source, layout.batch - 1, Schedule(layout, COST, True, LENGTH))
+    np.testing.assert_array_equal(order, np.arange(len(source)))
+
+
 def test_another_end_of_document_token_is_refused(adapter, corpora):
     with pytest.raises(DataError, match=r"config\.eod: documents of .*first do not end with token 8.*token 7"):
         build(["1", corpora[0]], 0, 2, Schedule(LAYOUTS[0], COST, False, None), eod=8)

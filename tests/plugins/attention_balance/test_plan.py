@@ -81,6 +81,8 @@ def test_the_loader_hands_each_rank_its_samples(costs, layout):
     order = delivery_order(whole)
     for rank in range(layout.ranks):
         np.testing.assert_array_equal(order[rank :: layout.ranks], whole[:, rank].ravel())
+    for gathered in (True, False):
+        assert delivery_order(whole[:0], gathered).shape == (0,), "less than one step"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -214,6 +214,27 @@ def test_rules_of_initial_weights_must_not_draw_the_biases_of_routers(target, st
     assert (dotted(key) in findings(recipe)) == refused
 
 
+@pytest.mark.parametrize(
+    ("target", "std", "words"),
+    [
+        ("decoder.layers.*norm", 0.02, "input_layernorm.weight, which would begin around zero"),
+        (".*kv_layernorm", 0, "self_attention.kv_layernorm.weight, which would begin with zero"),
+        ("decoder.final", 0.02, "decoder.final_layernorm.weight"),
+        (".*bias", 0.02, ""),  # latent attention has none by this key
+        (".*qkv.*bias", 0.02, "linear_qkv.bias, which would begin with random numbers"),
+        (".*", 0, "input_layernorm"),
+        ("decoder.layers.*(linear|experts).*weight", 0.02, ""),
+    ],
+)
+def test_rules_of_initial_weights_that_match_norms_or_biases(target, std, words):
+    key = (*MODEL, "param_init_std_rules")
+    biases = ((*MODEL, "attention_bias"), True), ((*MODEL, "moe_router_enable_expert_bias"), False)
+    latent = ((*MODEL, "multi_latent_attention"), "linear_qkv" not in words)
+    recipe = change(MINI, *biases, latent, (key, [{"target": target, "init_method_std": std}]))
+    said = [each.wrong for each in check_recipe(recipe).findings if each.key == dotted(key)]
+    assert [words in each for each in said] == [True] * bool(words)
+
+
 def test_the_pattern_that_is_proposed_draws_neither_biases_nor_norms():
     key = (*MODEL, "param_init_std_rules")
     found = findings(change(MINI, (key, [{"target": ".*", "init_method_std": 0.02}])))
