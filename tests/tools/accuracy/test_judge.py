@@ -225,6 +225,16 @@ def test_not_every_large_value_is_a_fill(want):
     assert fills(powers(want, want)) == (math.inf, math.inf)
 
 
+@pytest.mark.parametrize(
+    ("powers_of_two", "found"),
+    [((5, 13, 14, 15), 2.0**13), ((6, 13, 14, 15), math.inf), ((5, 13, 16), math.inf)],
+    ids=["fills", "too near to the rest", "too far apart"],
+)
+def test_fills_lie_within_a_factor_of_8_and_far_above_the_rest(powers_of_two, found):
+    want = 2.0 ** np.array(powers_of_two)
+    assert fills(powers(want, want)) == (found, found)
+
+
 def test_a_mask_over_a_mask_is_taken_off_in_turn():
     want = np.array([-1e30, -1e30, -1e4, -1e4, 0.5, 0.0], np.float32)
     got = np.array([-1e30, -1e30, -1e4, -10001, 0.5, 0.0], np.float32)
