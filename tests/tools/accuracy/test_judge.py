@@ -2,6 +2,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -223,6 +224,13 @@ def test_the_lower_bound_keeps_the_gradient_of_a_quotient_finite():
 )
 def test_not_every_large_value_is_a_fill(want):
     assert fills(powers(want, want)) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize("dtype", DEFAULT)
+def test_constants_are_those_of_the_types(dtype):
+    found = ml_dtypes.finfo(dtype)
+    assert (SMALLEST[dtype], LARGEST[dtype]) == (float(found.smallest_normal), float(found.max))
+    assert ROUNDOFF[dtype] == float(found.eps) / 2
 
 
 @pytest.mark.parametrize(
