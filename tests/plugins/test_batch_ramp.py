@@ -17,7 +17,7 @@ from mindspore.dataset import GeneratorDataset
 
 from plugins.batch_ramp import adapter, reference
 from plugins.batch_ramp.adapter import BySamples, Stage, Steps
-from plugins.batch_ramp.plan import Division, Ramp, Settings, check, division_of, ramp_of, scheduled
+from plugins.batch_ramp.plan import LOADER, Division, Ramp, Settings, check, division_of, ramp_of, scheduled
 from plugins.errors import RecipeError
 
 
@@ -161,6 +161,8 @@ def test_an_axis_of_samples_needs_one_schedule(schedules, words):
         ([[2, 4]], {"context": {"mode": 1}}, "works only in graph mode"),
         ([[2, 8]], {**SHARDED, "context": {"mode": 0}}, "MindFormers' default lets only some ranks read data"),
         ([[2, 4]], {"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, "this recipe has 'HFDataLoader'"),
+        ([[2, 4]], {"train_dataset": {"data_loader": {"type": LOADER, "shuffle": True}}}, "if the data is shuffled"),
+        ([[2, 4]], {"train_dataset": {"data_loader": {"type": LOADER}, "dynamic_batch": True}}, "does not pad samples"),
         ([[2, 4]], {"plugins": {"attention_balance": {}}}, "moves samples within a window"),
         (
             [[2, 8]],

@@ -103,6 +103,11 @@ def test_a_rank_that_was_missing_compares_with_no_step_from_before(before, missi
     assert [each["loss"] for each in found] == [n for n in near if n not in overflowed][-4:]
 
 
+def test_a_rank_that_was_missing_twice_compares_with_steps_of_its_last_return():
+    lines = [json.dumps({"step": n, "loss": float(n)}) for n in (*range(1, 9), *range(100, 109), 200, 201)]
+    assert [each["loss"] for each in good_steps(lines, 201, 8, Ramp((), 4), 1)] == [200, 201]
+
+
 def test_norms_from_before_a_rank_was_missing_make_no_false_spike():
     """Ranks of a host that left after step 8 and is back at step 5000, when the norms of all steps are larger."""
     lines = [json.dumps({"step": step, "loss": 9.0, "global_norm": 0.1 + step / 1e4}) for step in range(1, 9)]

@@ -1,5 +1,7 @@
 """These tests check which parts of a corpus `RUN/data.json` covers if the corpus is too large to be read whole."""
 
+import shutil
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -153,7 +155,7 @@ def test_a_share_of_the_documents_makes_a_shorter_epoch():
 
 @pytest.mark.usefixtures("corpora")
 def test_the_most_steps_are_those_of_the_present_shuffle():
-    assert most_steps(recipe(), 20) == 20
+    assert most_steps(recipe(), 20) == 20 and most_steps(recipe(), 7) == 7
     assert most_steps(recipe(), 50) == 25
     assert most_steps(recipe(steps=25), 50) == 25
     assert most_steps(recipe(["nowhere"]), 50) is None
@@ -192,6 +194,22 @@ def test_what_cannot_be_told_is_a_difference_only_where_the_samples_change():
     )
     with pytest.raises(DataError):
         shuffles(recipe(gone), 5)
+
+
+@pytest.mark.usefixtures("corpora")
+def test_corpora_may_move_and_keep_their_weights_and_their_content(tmp_path, write_corpus):
+    write_corpus(tmp_path / "c", [81] * 9)
+    for name in "ab":
+        for file in tmp_path.glob(f"{name}.*"):
+            shutil.copy(file, tmp_path / f"new_{file.name}")
+    both, moved = recipe(["3", "a", "1", "b"]), recipe(["3", "new_a", "1", "new_b"])
+    assert differences(both, moved, 5) == []
+    for other in (["1", "a", "1", "b"], ["3", "a"], ["3", "a", "1", "c"], ["3", "a", "1", "b", "1", "c"]):
+        (said,) = differences(both, recipe(other), 5)
+        assert said == f"train_dataset.data_loader.config.data_path was ['3', 'a', '1', 'b'], would be {other!r}"
+    for file in tmp_path.glob("a.*"):
+        file.unlink()
+    assert differences(both, moved, 5) == [], "what is gone has moved"
 
 
 def passes(count, steps):

@@ -139,6 +139,12 @@ def test_the_tracker_of_a_run_without_seals_stays(tmp_path, ours):
     assert (tmp_path / TRACKER).read_text() == "100"
 
 
+def test_workers_without_an_attempt_get_no_tracker(tmp_path):
+    unpublished(tmp_path, None, 2)
+    adopt(tmp_path)
+    assert not (tmp_path / TRACKER).exists()
+
+
 def test_a_checkpoint_that_is_published_meanwhile_stays_the_named_one(fresh):
     """Each rank puts checkpoints in their places when it ends, while another one may still publish."""
 

@@ -2,6 +2,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -223,6 +224,23 @@ def test_the_lower_bound_keeps_the_gradient_of_a_quotient_finite():
 )
 def test_not_every_large_value_is_a_fill(want):
     assert fills(powers(want, want)) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize("dtype", DEFAULT)
+def test_constants_are_those_of_the_types(dtype):
+    found = ml_dtypes.finfo(dtype)
+    assert (SMALLEST[dtype], LARGEST[dtype]) == (float(found.smallest_normal), float(found.max))
+    assert ROUNDOFF[dtype] == float(found.eps) / 2
+
+
+@pytest.mark.parametrize(
+    ("powers_of_two", "found"),
+    [((5, 13, 14, 15), 2.0**13), ((6, 13, 14, 15), math.inf), ((5, 13, 16), math.inf)],
+    ids=["fills", "too near to the rest", "too far apart"],
+)
+def test_fills_lie_within_a_factor_of_8_and_far_above_the_rest(powers_of_two, found):
+    want = 2.0 ** np.array(powers_of_two)
+    assert fills(powers(want, want)) == (found, found)
 
 
 def test_a_mask_over_a_mask_is_taken_off_in_turn():

@@ -30,7 +30,7 @@ from plugins.sealed_checkpoint.plan import (
     write_seal,
 )
 from tests.crashes import deaths
-from tools.checkpoint.scan import is_sealed, later_than, lies_in, newest_saved, scan_checkpoints, set_aside
+from tools.checkpoint.scan import is_sealed, iterations, later_than, lies_in, newest_saved, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
 
@@ -181,6 +181,13 @@ def test_a_branch_leaves_behind_what_had_come_further_whatever_the_batches(tmp_p
     assert later_than(tmp_path, four) == []
     renamed = three.rename(three.with_name(f"set_aside_{three.name}"))
     assert later_than(tmp_path, renamed) == [four]
+
+
+def test_what_a_spike_guard_needs_is_counted_in_steps_of_the_present_batch(tmp_path):
+    for attempt, step, batch in ((0, 12, 8), (1, 8, 16), (1, 9, 16), (1, 10, 16)):
+        newest = publish(of_batch(tmp_path, attempt, step, batch), tmp_path)
+    remove_old(tmp_path, newest, 2, "0001-x", skip=3)
+    assert [folder.name[-2:] for folder in iterations(tmp_path)] == ["10", "08"], "from before step 9, which may spike"
 
 
 def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):
