@@ -211,8 +211,9 @@ def request_of(
         raise in_file(recipe, error) from None
     if room.cap <= reserve:
         raise RecipeError(
-            f"{room.source}: {room.cap / GIB:.1f} GiB are less than the {reserve / GIB:.2f} GiB of a device that were "
-            "measured to be in use beside the model; give a larger --memory, or a larger context.max_device_memory"
+            f"{room.source}: this limit of {room.cap / GIB:.1f} GiB is less than the {reserve / GIB:.2f} GiB of a "
+            "device's memory that were measured to be in use beside the model; give a larger --memory, or a larger "
+            "context.max_device_memory"
         )
     room = room.less(reserve)
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks
