@@ -82,10 +82,10 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that was measured beside "
-        "the model is taken from a device's limit. The bundle's factors of the memory model are printed but not used, "
-        "because they hold only for RECIPE's own layout. With --write the measured cluster is saved beside "
-        "OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that framework and driver "
+        "used in this measurement is subtracted from a device's memory limit. The bundle's factors of the memory model "
+        "are printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
+        "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
