@@ -171,7 +171,9 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
     rows: list = [[offset] * stages] * chunks if isinstance(offset, int) else list(offset)
     rows = rows if rows and isinstance(rows[0], list) else [rows] * chunks
     if len(rows) != chunks or any(not isinstance(row, list) or len(row) != stages for row in rows):
-        raise RecipeError(f"offset {offset} is not of shape [{chunks}][{stages}] (chunks x stages)")
+        raise RecipeError(
+            f"offset {offset} must hold {stages} numbers, one for each stage, for each of {chunks} chunks"
+        )
     base = layers // (stages * chunks)
     counts = [[base + extra for extra in row] for row in rows]
     flat = list(itertools.chain(*counts))

@@ -1,5 +1,6 @@
 """`tests/sentences`: what it draws is there, at its file and line, and the same for the same seed."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -138,3 +139,16 @@ def test_a_list_of_texts_is_shown_with_its_texts(program, tmp_path):
     )
     ((_, _, words),) = program.collect(tmp_path)["errors"]
     assert words == "tc3: the mode must be one of fast, slow, low or high, <others>"
+
+
+def test_messages_and_docstrings_keep_their_subjects_and_their_word():
+    """Readers stumbled over `3, should be 4`, `; may be repeated`, and a docstring that promised a value of main()."""
+    for file in (file for folder in ("plugins", "launch", "tools") for file in (ROOT / folder).rglob("*.py")):
+        text = file.read_text()
+        assert not re.search(", should be |; may be repeated", text), file
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "None":
+                assert not re.search("(^Return|and return) (the|a|an|whether) ", ast.get_docstring(node) or ""), (
+                    file,
+                    node.name,
+                )

@@ -307,8 +307,8 @@ class MemoryTerms:
 
     @property
     def reserve(self) -> float:
-        """Return the bytes beside the model for predictions without the factors. A reserve below 0 only makes up for
-        factors that are too large, and is none.
+        """Return the bytes of a device that predictions without the factors must leave to framework and driver. If
+        `reserve_bytes` is below 0, it only makes up for factors that are too large, and the result is 0.
         """
         return max(0.0, self.reserve_bytes)
 

@@ -320,7 +320,7 @@ _WIDTH = 130  # of tables in a file or pipe
     "--limit",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="Assume that the job may use this many GiB on a device; by default the recipe's context.max_device_memory.",
+    help="Assume that the job may use this many GiB on a device.  [default: the recipe's context.max_device_memory]",
 )
 @click.option(
     "--time-line",
@@ -332,8 +332,8 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.option(
     "--stage",
     type=Number("stage"),
-    help="Show memory over time, and the largest tensors at the peak, for this pipeline stage; by default for the "
-    "stage with the highest peak.",
+    help="Show memory over time, and the largest tensors at the peak, for this pipeline stage.  [default: the stage "
+    "with the highest peak]",
 )
 @click.option(
     "--cluster",

@@ -268,7 +268,7 @@ overrides_option = click.option(
 jobs_option = click.option(
     "--jobs",
     type=Number("workers"),
-    help="Run this many compiles at the same time; by default as many as fit into memory.",
+    help="Run this many compiles at the same time.  [default: as many as fit into memory]",
 )
 steps_option = click.option(
     "--steps",

@@ -116,6 +116,7 @@ def judge_curves(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
         off = {step: abs(row["got"][step] - loss) / abs(loss) for step, loss in row["wanted"].items()}
         wrong = [step for step in off if not off[step] <= CURVE]  # true of NaN too
         step = wrong[0] if wrong else max(off, key=lambda one: off[one])
-        seen = f"step {step}: loss {row['got'][step]:.6g}, should be {row['wanted'][step]:.6g}, within {CURVE:g} of it"
+        got, wanted = row["got"][step], row["wanted"][step]
+        seen = f"step {step}: the loss {got:.6g} must be {wanted:.6g} with a relative error of at most {CURVE:g}"
         found.append(Finding("fail" if wrong else "ok", row["name"], seen, remedy=MENDS if wrong else ""))
     return found or [Finding("unknown", "losses", "no run could be compared")]

@@ -41,8 +41,8 @@ _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the
 
 
 def main() -> None:
-    """Make the dump that the command line `argv` asks for, and return the exit code: 0 after a dump, 1 if a worker
-    failed, 2 if the user has to change something first.
+    """Make the dump that the job in the first command-line argument describes, and end the process with an exit code: 0
+    after a dump, 1 if a worker failed, 2 if the user has to change something first, 130 after Ctrl-C.
     """
     job = Job(**json.loads(sys.argv[1]))
     try:

@@ -72,11 +72,13 @@ class Asked:
     def refuse_conflicts(self) -> None:
         """Raise UsageError for options that exclude each other."""
         if self.resume == "":
-            raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
+            raise click.UsageError("--resume: the value is empty; write auto, or the folder of a checkpoint")
         if self.resume and self.force:
-            raise click.UsageError("--resume continues a run and --force starts over: choose one")
+            raise click.UsageError("--resume continues a run, and --force starts over: give only one of the two")
         if self.script and self.mini:
-            raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
+            raise click.UsageError(
+                "--script prints a script for a cluster, and --mini trains on this host: give only one of the two"
+            )
         other = {"--force": self.force, "--dry-run": self.dry_run, "--json": self.as_json}
         if self.script and (given := [name for name, chosen in other.items() if chosen]):
             raise click.UsageError(
@@ -152,8 +154,8 @@ class Asked:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the exact msrun command that would start the workers; start nothing, and write nothing. What would "
-    "stop the run on this machine is printed on stderr, with exit code 0.",
+    help="Print the exact msrun command that would start the workers; start nothing, and write nothing. If "
+    "something would stop the run on this machine, the command says so on stderr, but its exit code is 0 all the same.",
 )
 @unverified_option
 @click.option(

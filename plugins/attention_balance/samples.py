@@ -190,8 +190,8 @@ def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
 
 
 def segments_in_stream_order(index: GPTIndex):
-    """Yield (number of the first sample, `Segments`) for consecutive groups of the samples before shuffling; each group
-    has a limited number of segments.
+    """Go through the samples in the order before shuffling, and yield for each group of consecutive samples the number
+    of its first sample and its `Segments`. The groups are so small that the number of segments in a group is limited.
 
     The function reads the indices sequentially, so a memory-mapped corpus of 10^8 documents is read only once.
     """

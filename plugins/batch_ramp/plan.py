@@ -186,8 +186,9 @@ class Division:
         return 1 if self.whole else fewest_micro_batches(self.pipeline, self.scheduler)
 
     def advice(self, micro_batches: int, word: str = "write at least") -> str:
-        """Return the advice in an error about a stage of the ramp whose batch is too small: the smallest allowed number
-        of samples or, if the recipe's full batch is not larger than this number, to leave the stage out.
+        """Return the advice for an error about a stage of the ramp whose batch is too small. The advice is to write the
+        smallest allowed number of samples or, if the recipe's full batch is not larger than this number, to leave the
+        stage out.
         """
         samples = micro_batches * self.unit
         if samples < self.full:

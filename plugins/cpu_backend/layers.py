@@ -1,5 +1,5 @@
-"""This module holds the layers of a model on CPU, made of operators that have a CPU kernel: top-k, outer product,
-embedding lookup, and routed experts.
+"""This module holds layers for models on CPU: top-k, outer product, embedding lookup, and routed experts. The layers
+use only operators that have a CPU kernel.
 
 The first half replaces operators that have no CPU kernel in MindSpore 2.9.0 (`TopkExt`, `Outer`, `IndexSelect`). The
 second half contains the routed experts of a run with one expert-parallel rank: a dispatch that drops no tokens, and a

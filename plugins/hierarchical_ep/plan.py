@@ -228,7 +228,7 @@ class Plan:
 
     @property
     def combine(self) -> tuple[Transfer, ...]:
-        """Return the steps of the combine, which sends results back, in order."""
+        """Return in order the steps of the combine, which sends the experts' results back to the tokens' ranks."""
         return tuple(step.returning() for step in reversed(self.dispatch))
 
     @property

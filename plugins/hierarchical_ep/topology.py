@@ -145,8 +145,8 @@ def of_mesh(ep: int, devices_per_node: int, experts: int, ranks: int = 0) -> Top
 
 
 def degrees_of(devices_per_node: int, experts: int, ranks: int = 0) -> list[int]:
-    """Return the EP degrees above 1 that divide the experts and, if their number is known, the ranks that share them,
-    and whose EP groups cover whole nodes or divide a node evenly.
+    """Return the possible EP degrees above 1. A possible degree divides the number of experts, and also the number of
+    ranks that share the experts, if `ranks` gives this number; its EP groups cover whole nodes or divide a node evenly.
     """
     divisors = [ep for ep in range(2, experts + 1) if experts % ep == 0 and ranks % ep == 0]
     return [ep for ep in divisors if ep % devices_per_node == 0 or devices_per_node % ep == 0]

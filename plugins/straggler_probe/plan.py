@@ -99,11 +99,13 @@ LEVELS = (Level(1.5, 0.08, 0.6), Level(3.0, 0.004, 0.7))
 
 
 def threshold(tests: int, probes: int, alarm: float) -> float:
-    """Return ln A: the evidence that a series must reach before its rank is named as slow.
+    """Return the natural logarithm of tests * probes / alarm. The logarithm of a series' evidence must reach this
+    number before the rank of the series is named as slow.
 
     Args:
-        tests: the number of series that are tested. probes: the number of probes of each series. alarm: the chance that
-            any healthy series is named.
+        tests: the number of series that are tested.
+        probes: the number of probes of each series.
+        alarm: the chance that any healthy series is named.
     """
     return math.log(tests * probes / alarm)
 

@@ -173,8 +173,8 @@ def test_what_mindformers_cannot_express_is_named(text, stages, words):
 @pytest.mark.parametrize(
     ("offset", "layers", "stages", "chunks", "words"),
     [
-        ([1, 0], 7, 3, 1, r"is not of shape \[1\]\[3\]"),
-        ([[1, 0]], 9, 2, 2, r"is not of shape \[2\]\[2\]"),
+        ([1, 0], 7, 3, 1, r"must hold 3 numbers, one for each stage, for each of 1 chunks"),
+        ([[1, 0]], 9, 2, 2, r"must hold 2 numbers, one for each stage, for each of 2 chunks"),
         ([1, 1, 0], 7, 3, 1, "places 8 layers, but the model has 7"),
         ([1, -2, 1, 0], 8, 4, 1, "each chunk except the first and the last"),
         ([-3, 1, 1, 1], 8, 4, 1, "each chunk except the first and the last"),

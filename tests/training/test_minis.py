@@ -145,7 +145,7 @@ def test_the_derived_recipe_can_be_read_and_saved(tmp_path):
 def test_script_and_mini_exclude_each_other():
     command = [runs.TC3, "train", str(RECIPES[0]), "--mini", "--script"]
     done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "choose one" in done.stderr
+    assert done.returncode == 2 and "give only one of the two" in done.stderr
 
 
 def test_a_recipe_with_dispatch_becomes_four_workers_on_two_nodes():

@@ -51,7 +51,7 @@ _SHOWN = 10  # differences of a rank
     "--task",
     type=click.Choice(TASKS),
     help="Choose what is dumped of each tensor: only its max, min, mean and norm (statistics), or also all its values "
-    "(tensor).  [default: statistics; tensor at L2]",
+    "(tensor).  [default: tensor with --level L2, otherwise statistics]",
 )
 @overrides_option
 @unverified_option
@@ -92,8 +92,8 @@ def dump(
     "--html",
     "page",
     is_flag=True,
-    help="Also write the comparison as one HTML page, OUT/compare.html. Without --html, a compare.html of an earlier "
-    "comparison is removed from OUT.",
+    help="Also write the comparison as one HTML page, compare.html, into the folder of --out. Without --html, the "
+    "compare.html of an earlier comparison is removed from this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option(
@@ -114,7 +114,7 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
     """
     if page and not out:
-        raise click.UsageError("--html writes OUT/compare.html, so it needs --out FOLDER")
+        raise click.UsageError("--html writes compare.html into the folder of --out; give --out, too")
     from tools.accuracy.dumps.compare import compare_dumps
     from tools.accuracy.dumps.read import open_dump
     from tools.accuracy.dumps.render import print_report, write_files

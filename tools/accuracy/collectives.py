@@ -133,8 +133,9 @@ class Verdict:
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile the recipe of a finished run for every rank, and compare the collectives in the graphs with those that
-    the run executed. At most `at_once` ranks are compiled at the same time (None: as many as fit into memory).
+    """Compile the recipe of a finished run for every rank, and compare the collectives in the compiled graphs with the
+    collectives that the run executed. At most `at_once` ranks are compiled at the same time; if `at_once` is None, as
+    many ranks as fit into memory are compiled at the same time.
 
     Raises:
         RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
@@ -248,14 +249,14 @@ def _wrong(told: Any) -> str:
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
         return f"the key {lacking[0]} is missing"
     if not _is_count(told["step"]) or told["step"] < 1:
-        return f"step is {_short(told['step'])}, should be the number of a step"
+        return f"step is {_short(told['step'])}, but must be the number of a step"
     if not isinstance(told["places"], dict) or not all(map(_is_count, told["places"].values())):
-        return f"places is {_short(told['places'])}, should be an object of whole numbers by group"
+        return f"places is {_short(told['places'])}, but must be an object of whole numbers by group"
     if not isinstance(told["calls"], list):
-        return f"calls is {_short(told['calls'])}, should be a list of calls"
+        return f"calls is {_short(told['calls'])}, but must be a list of calls"
     for place, call in enumerate(told["calls"]):
         if not _is_call(call):
-            return f"calls[{place}] is {_short(call)}, should be [{', '.join(CallRecord._fields)}]"
+            return f"calls[{place}] is {_short(call)}, but must be [{', '.join(CallRecord._fields)}]"
     return ""
 
 

@@ -185,7 +185,7 @@ def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Ve
     computed.
     """
     if got.shape != want.shape:
-        return Verdict(False, np.inf, want.size, f"shape {list(got.shape)}, should be {list(want.shape)}")
+        return Verdict(False, np.inf, want.size, f"the shape is {list(got.shape)}, but must be {list(want.shape)}")
     if not want.size:
         return Verdict(True, 0.0, 0, "")
     return _verdict(errors(got, want, SMALLEST[dtype]), got, want, tolerance)
@@ -194,7 +194,9 @@ def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Ve
 def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: float) -> Verdict:
     outside = int((error > tolerance).sum())
     worst = np.unravel_index(int(error.argmax()), error.shape)
-    detail = f"at {[int(i) for i in worst]}: {got[worst]:.6g}, should be {want[worst]:.6g}" if outside else ""
+    detail = (
+        f"at {[int(i) for i in worst]} the value is {got[worst]:.6g}, but must be {want[worst]:.6g}" if outside else ""
+    )
     return Verdict(not outside, float(error[worst]), outside, detail)
 
 

@@ -69,8 +69,8 @@ def picture(plan: Plan) -> str:
 @click.option(
     "--workers",
     type=int,
-    help="Plan the CPU cores of this many workers on this host.  [default: the recipe's workers on one host; without "
-    "RECIPE, one for each NPU]",
+    help="Plan the CPU cores of this many workers on this host. By default, the plan is for the workers that RECIPE "
+    "starts on one host or, if RECIPE is not given, for one worker for each NPU.",
 )
 @root_option
 @click.option(

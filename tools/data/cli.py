@@ -45,7 +45,7 @@ DTYPE_HELP = (
 WORKERS_HELP = "Tokenize with this many processes. The output is the same for every N.  [default: the number of cores]"
 INSTRUCTIONS_INPUT = (
     "Read Python sources from this file or folder with its sub-folders, or from Python's standard library (stdlib); "
-    "may be repeated."
+    "the option may be repeated."
 )
 INSTRUCTIONS_OUTPUT = (
     "Write the instructions to PREFIX.jsonl, one JSON object with the keys instruction, input and output per line; a "
@@ -86,7 +86,7 @@ def data() -> None:
     "globs",
     multiple=True,
     metavar="PATTERN",
-    help="Read only the files of a folder that match this pattern, e.g. '*.py'; may be repeated.",
+    help="Read only the files of a folder that match this pattern, e.g. '*.py'; the option may be repeated.",
 )
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
 @click.option(
@@ -193,7 +193,8 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
     "inputs",
     multiple=True,
     metavar="FILE|DIR|stdlib",
-    help="Read the corpus from this file or folder, if it is no longer where PREFIX.json says; may be repeated.",
+    help="Read the corpus from this file or folder, if it is no longer where PREFIX.json says; the option may be "
+    "repeated.",
 )
 @click.option(
     "--tokenizer", metavar="DIR", help="Read the tokenizer from DIR, if it is no longer where PREFIX.json says."

@@ -48,8 +48,8 @@ MODULES = [module.__name__ for module in (host, devices)]  # the order of the re
 @click.option(
     "--limit",
     type=Number("patience"),
-    help=f"Wait at most this many seconds for each host of --nodes.  [default: {LIMIT:g}, with --probe "
-    f"{PROBE_LIMIT:g}]",
+    help=f"Wait at most this many seconds for each host of --nodes.  [default: {PROBE_LIMIT:g} with "
+    f"--probe, otherwise {LIMIT:g}]",
 )
 @click.option(
     "--measured",

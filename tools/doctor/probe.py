@@ -339,8 +339,9 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     workers = click.option(
         "--workers",
         type=int,
-        help="Probe this many workers.  [default: the recipe's workers on one host; without a recipe, one for each NPU "
-        f"or, on a host without NPUs, for each core, {MOST} at most]",
+        help="Probe this many workers. By default, the workers that RECIPE starts on one host are probed. If RECIPE is "
+        f"not given either, one worker is probed for each NPU or, on a host without NPUs, for each of at most {MOST} "
+        "cores.",
     )
     flag = click.option(
         "--probe",

@@ -44,7 +44,10 @@ from tools.ranges import RANGES, Range, is_number
 PUBLISHED_SPREAD = 0.62
 TRAINED = Path(__file__).parent / "published" / "loads.yaml"
 DRAWN = 256  # steps that a spread draws
-FORMS = "even, published, trained, spread:NUMBER, a ratio of the largest load to the mean such as 1.3, or a file"
+FORMS = (
+    "one of the words 'even', 'published' and 'trained', 'spread:NUMBER' with a number from 0 to 3, a number such as "
+    "1.3 (the largest load divided by the mean load), or the path of a file"
+)
 HELP = (
     "Assume that the experts' tokens are distributed in this way over the devices of an expert-parallel group. LOADS "
     "is one of the words even, published and trained; spread:NUMBER; a number such as 1.3, the largest load divided by "
@@ -268,8 +271,10 @@ def read_loads(path: Path, config: Configuration) -> Loads:
         raise DataError(f"--loads {path}: there is no such file; give {FORMS}")
     try:
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--loads {path}: the file cannot be read: {' '.join(str(error).split())[:120]}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--loads {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
+    except OSError as error:
+        raise DataError(f"--loads {path}: the file cannot be read ({error.strerror})") from None
     left_out: list[str] = []
     if path.suffix == ".csv":
         rows = _csv_rows(path, text)

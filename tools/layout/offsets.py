@@ -140,7 +140,8 @@ def string_values(recipe: Recipe, text: str) -> Values:
     if len(counts) != chunks:
         raise RecipeError(
             f"layout {text!r}: the layout has {len(counts)} chunks on each of {stages} stages, but the recipe has "
-            f"{chunks}; pp_interleave_num takes effect only with parallel.pipeline_config.pipeline_interleave: True"
+            f"{chunks} on each stage; pp_interleave_num takes effect only with "
+            "parallel.pipeline_config.pipeline_interleave: True"
         )
     for name, have, want in (
         ("decoder layers", sum(map(sum, counts)), built.number("num_layers")),

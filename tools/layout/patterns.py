@@ -43,8 +43,8 @@ Choices = dict[tuple[tuple[int, ...], bool], tuple[np.ndarray, np.ndarray, np.nd
 @dataclass(frozen=True)
 class Stage:
     """A `Stage` holds the N patterns of one stage, one in each row. A pattern is one choice of layers and their
-    recomputation for the stage's V chunks. After the rows of the patterns, there is a row for each number of layers n
-    from 0 on. The row for n holds in each column the least value of all patterns with at least n layers.
+    recomputation for the stage's V chunks. Below the rows of the patterns there is one row for each number of layers n,
+    from 0 on; it holds in each column the least value of all patterns with at least n layers.
     """
 
     layers: np.ndarray  # [N + most + 1, V]

@@ -188,8 +188,8 @@ def _weights(times: list) -> float:
 
 
 def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Return the names of the groups of operators that can be recomputed, and of the norms. The group of operators
-    whose recomputation costs the least time per freed byte comes first.
+    """Return the names of all groups of operators that can be recomputed (the norms are one such group), ordered by the
+    time that their recomputation costs per freed byte; the cheapest group comes first.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers in a chunk, the earlier layer
     recomputes at least all groups of the later layer. Options that add one group after another in this order form the

@@ -143,8 +143,12 @@ def _rows(path: Path) -> list[Row]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
                     for row in csv.DictReader(file)]  # fmt: skip
-    except (UnicodeDecodeError, csv.Error, OSError) as error:
-        raise DataError(f"{path}: the file cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: this is not a table of comma-separated values: {error}") from None
     if not rows:
         raise DataError(f"{path}: the table has no rows")
     return rows

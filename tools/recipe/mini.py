@@ -139,8 +139,8 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Convert a recipe for Ascend (in place) to a recipe for a single CPU process. The keys of the model are left to
-    `compute_on_cpu`.
+    """Convert a recipe for Ascend (in place) to a recipe for a single CPU process. This function does not
+    change the keys of the model; `compute_on_cpu` changes them.
     """
     imposed = copy.deepcopy(_ON_CPU)
     for name, section in imposed["sections"].items():

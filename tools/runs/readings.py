@@ -385,7 +385,7 @@ class Run:
         return own or tokens_of(read_recipe(recipe_file(self.folder, plan)))
 
     def unit_at(self, time: float) -> float:
-        """Return what a step counts in places at a given time, in seconds since 1970."""
+        """Return by how many places in the data one step moves on at a given time, in seconds since 1970."""
         begun = [part for part in self.parts if part.moment is not None and part.moment <= time]
         return (begun or self.parts)[-1 if begun else 0].unit if self.parts else 1
 

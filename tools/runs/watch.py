@@ -68,7 +68,7 @@ class _Part:
 
     @property
     def begin(self) -> float:
-        """Return the place after which this part began to train."""
+        """Return the place in the data at which this part began to train."""
         return self.place(self.start)
 
     def add(self, record: dict[str, Any], cut: float) -> None:

@@ -144,9 +144,9 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A `Block` is a table of all legal candidate strategies with the same pp and vpp. A `Block` has a column of
-    integers for each other parallel degree or choice. Each row of the table stands for several candidates: one for each
-    kind of recomputation in `recompute`.
+    """A `Block` is a table of all legal candidate strategies with the same pp and vpp. Each column holds, as integers,
+    one of the other parallel degrees, such as dp, or another choice of the strategies. Each row of the table stands for
+    several candidates: one for each kind of recomputation in `recompute`.
     """
 
     pp: int

@@ -56,7 +56,7 @@ class OfGroup(click.Command):
 @click.option(
     "--devices",
     type=Number("devices"),
-    help="Search for strategies that use exactly this many devices; by default the recipe's number.",
+    help="Search for strategies that use exactly this many devices.  [default: the recipe's number]",
 )
 @click.option(
     "--cluster",
@@ -82,23 +82,23 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that was measured beside "
-        "the model is taken from a device's limit. The bundle's factors of the memory model are printed but not used, "
-        "because they hold only for RECIPE's own layout. With --write the measured cluster is saved beside "
-        "OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that framework and driver "
+        "used in this measurement is subtracted from a device's memory limit. The bundle's factors of the memory model "
+        "are printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
+        "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
     "--gbs",
     type=Number("global_batch_size"),
-    help="Assume a global batch of this many samples; by default the recipe's.",
+    help="Assume a global batch of this many samples.  [default: the recipe's]",
 )
 @click.option(
     "--memory",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="Assume that the job may use this many GiB on a device; by default the recipe's max_device_memory or, without "
-    "it, 90 % of the device's memory.",
+    help="Assume that the job may use this many GiB on a device. By default, the search assumes the recipe's "
+    "max_device_memory or, if the recipe has none, 90 % of the device's memory.",
 )
 @margin_option
 @click.option(
@@ -106,8 +106,9 @@ class OfGroup(click.Command):
     "limits",
     multiple=True,
     metavar="LIMIT",
-    help="Consider only strategies that meet this condition, such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global or "
-    "shard=optimizer; may be repeated.",
+    help="Consider only strategies that meet this limit, such as tp<=8, mode!=global, or pp=8,16 for 8 or 16 pipeline "
+    "stages; the text above explains the names and the signs. The option may be repeated: a strategy must then meet "
+    "all of the limits.",
 )
 @click.option(
     "--schedule",
@@ -204,9 +205,10 @@ def space_command(
     Predicted memory stays under a device's limit by a margin, by default the estimator's known error, and the table
     says how likely each strategy fits.
 
-    Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
-    mode (global, hierarchical, deduplicated), shard (none, optimizer, gradients), recompute (none, select,
-    communication, full, planned); signs = != < <= > >= and %N=.
+    A limit (--limit) is a name, a sign and a value. The names are the parallel degrees dp, tp, pp, vpp (model chunks),
+    cp and ep; mbs (samples of a micro-batch); m (micro-batches of a step); mode (of the expert dispatch: global,
+    hierarchical or deduplicated); shard (none, optimizer or gradients); and recompute (none, select, communication,
+    full or planned). The signs are = != < <= > >= and %N= (ep%8=0: ep is a multiple of 8).
 
     Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
     input; 130 interrupted (the best so far is shown).

@@ -83,8 +83,8 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
             "Spend at most N units of work on each search for a placement of layers; a unit takes about a second on "
             "an idle core. More work never gives a slower layout, and the same N gives the same layout on slow and "
             f"on fast machines. The word low stands for {EFFORTS['low']:g} units, normal for {EFFORTS['normal']:g}, "
-            f"and high for {EFFORTS['high']:g}. The default is the word {default}, but never more units than "
-            "--time-limit has seconds."
+            f"and high for {EFFORTS['high']:g}. By default the effort is {default} or, if that is less, as many "
+            "units as --time-limit has seconds."
         ),
     )
 

@@ -197,7 +197,8 @@ def request_of(
     reserve: float = 0.0,
 ) -> Request:
     """Return the search request for a recipe. For an argument that is None, use the recipe's own value; for `margin`,
-    use the estimator's known error. `reserve` is the bytes of a device that were measured beside the model.
+    use the estimator's known error. `reserve` is the number of bytes of a device that framework and driver used in a
+    measurement.
 
     Raises:
         RecipeError: the recipe does not describe a run, or the cluster is unknown.
@@ -211,8 +212,9 @@ def request_of(
         raise in_file(recipe, error) from None
     if room.cap <= reserve:
         raise RecipeError(
-            f"{room.source}: {room.cap / GIB:.1f} GiB are less than the {reserve / GIB:.2f} GiB of a device that were "
-            "measured to be in use beside the model; give a larger --memory, or a larger context.max_device_memory"
+            f"{room.source}: this limit of {room.cap / GIB:.1f} GiB is less than the {reserve / GIB:.2f} GiB that "
+            "framework and driver used in the measurement; give a larger --memory, or a larger "
+            "context.max_device_memory"
         )
     room = room.less(reserve)
     if base.ep_cut and CHUNKS in unresolved(recipe):  # strategies have each their own best chunks

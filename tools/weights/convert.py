@@ -134,7 +134,7 @@ def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> 
         for copy, original in plan.copies.items():
             if original == name and source.bits(copy)[0].tobytes() != bits.tobytes():
                 raise CheckpointError(
-                    f"{source.path}: {copy} differs from {name}, but the model has only one weight for both"
+                    f"{source.path}: {copy} differs from {name}, but the model has only one weight for these two names"
                 )
         return _as_type(bits, source.headers[stands_for].dtype, plan, entry)
 
@@ -196,12 +196,13 @@ def convert(
     damaged: Sequence[str] = (),
     recipe: Recipe | None = None,
 ) -> None:
-    """Write the converted weights to `target`, a folder that does not exist yet. The function `progress` is called with
-    the number of bytes written so far and the name of the file. In a Hugging Face folder, `ends` is written as the id
-    of the end-of-document token. The damaged tensors of `source` that `damaged` lists are copied unchanged, and are
-    listed in `target`.
+    """Write the converted weights to `target`, a folder that does not exist yet. After each written file, the function
+    `progress` is called with the number of bytes written so far and the name of the file. In a Hugging Face folder,
+    `ends` is written as the id of the end-of-document token. The damaged tensors of `source` that `damaged` lists are
+    copied unchanged, and are listed in `target`.
 
-    Beside weights in MindFormers' form, `recipe` is kept, with which later commands compare theirs (`keep_recipe`).
+    If the weights are written in MindFormers' form, `recipe` is stored beside them; later commands compare their recipe
+    with the stored one (`keep_recipe`).
 
     The files are written into a hidden folder beside `target` until all of them are complete. If a conversion of the
     same source is run again after an interruption or a full disk, it keeps the files that are complete.

@@ -110,7 +110,7 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
     wrong = [f"no {name}" for name in wanted if name not in held]
     wrong += [f"{name}, which the recipe does not have" for name in held if name not in wanted]
     wrong += [
-        f"{name} {list(held[name])} instead of {list(shape)}"
+        f"{name} has the shape {list(held[name])} instead of {list(shape)}"
         for name, shape in wanted.items()
         if name in held and tuple(held[name]) != tuple(shape)
     ]

@@ -60,12 +60,12 @@ def test_the_verdict_names_the_worst_element():
     got[1, 2], got[0, 1] = 1.5, 1.2
     verdict = judge(got, want, 0.1, "float32")
     assert (verdict.passed, verdict.outside, verdict.error) == (False, 2, 0.5)
-    assert verdict.detail == "at [1, 2]: 1.5, should be 1"
+    assert verdict.detail == "at [1, 2] the value is 1.5, but must be 1"
     assert judge(got, want, 0.5, "float32").passed
 
 
 def test_a_wrong_shape_fails():
-    assert "shape [3, 2], should be [2, 3]" in judge(np.ones((3, 2)), np.ones((2, 3)), 1, "float32").detail
+    assert "the shape is [3, 2], but must be [2, 3]" in judge(np.ones((3, 2)), np.ones((2, 3)), 1, "float32").detail
 
 
 @given(st.floats(1e-30, 1e30), st.integers(0, 2**32))

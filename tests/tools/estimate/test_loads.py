@@ -309,7 +309,7 @@ def test_bad_tables_are_refused_with_line_and_key(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothere.jsonl", "there is no such file; give even, published, trained, spread:NUMBER"),
+        ("nothere.jsonl", "there is no such file; give one of the words 'even', 'published' and 'trained'"),
         ("spread:x", "'x' is not a number"),
         ("spread:nan", "not finite"),
         ("spread:9", "out of range"),
@@ -325,6 +325,13 @@ def test_bad_words_are_refused(text, message):
     with pytest.raises(RecipeError, match="no experts"):
         dense = replace(MODEL, pattern=("dense",) * 8, experts=0, top_k=0)
         loads_of("even", Configuration(dense, layers=((8,),)))
+
+
+def test_a_log_that_cannot_be_read_is_refused_without_pythons_words(tmp_path):
+    log = tmp_path / "log.csv"
+    log.write_bytes(b"step\xff")
+    with pytest.raises(DataError, match=r"log\.csv: the file cannot be read: byte 5 is not UTF-8$"):
+        loads_of(str(log), run())
 
 
 def test_a_number_for_several_degrees_is_at_most_what_few_devices_can_have():

@@ -331,7 +331,7 @@ def failed_text(row: Row) -> str:
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:
-        return f"{row.name}: {row.error:.0f} {row.measure}, should be none"
+        return f"{row.name}: {row.error:.0f} {row.measure}, but there must be none"
     return f"{row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}".rstrip()
 
 

@@ -162,7 +162,9 @@ def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, 
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):
-                wrong = f"{key}.{router} has {len(numbers)} numbers, but {known[router]} in the lines before"
+                wrong = (
+                    f"{key}.{router} has {len(numbers)} numbers, but must have {known[router]}, as in the lines before"
+                )
                 raise DataError(f"{file}: line {number}: {wrong}; {_MEND}")
 
 
@@ -173,7 +175,7 @@ def _wrong(value: Any, form: Form) -> tuple[str, str] | None:
     """
     if not form.holds(value):
         text = json.dumps(value)
-        return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, should be {form.words}"
+        return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, but must be {form.words}"
     if form.inner is not None:
         for name, each, inner in form.inner(value):
             if found := _wrong(each, inner):

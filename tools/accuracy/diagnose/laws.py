@@ -224,11 +224,12 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
     want, got = min(norm, limit), math.sqrt(sum(each**2 for each in gradients.values()))
     # of a norm of 0: gradients that follow from moments in float32 are never quite 0
     if not abs(got - want) <= LAW * (want or min(limit, 1.0)):
-        what = f"the global norm is {norm:.7g}, the limit {limit:.7g}; the clipped gradients have the norm {got:.7g}"
-        error = abs(got - want) / want if want else math.inf
-        yield Finding(
-            step, CLIPPING, "global norm", f"{what}, should be {want:.7g} ({ratio_of(want, got)})", error, (), side.name
+        what = (
+            f"the global norm is {norm:.7g}, and its limit is {limit:.7g}; the norm of the clipped gradients is "
+            f"{got:.7g}, but must be {want:.7g} ({ratio_of(want, got)})"
         )
+        error = abs(got - want) / want if want else math.inf
+        yield Finding(step, CLIPPING, "global norm", what, error, (), side.name)
 
 
 def _update_law(side: Side, state: State) -> Iterator[Finding]:
@@ -247,20 +248,20 @@ def _update_law(side: Side, state: State) -> Iterator[Finding]:
         decay = 0.0 if told["dimensions"] == 1 or name.endswith(".bias") else float(optimizer["weight_decay"])
         at = step, UPDATE, module_of(name)
         if rate == 0 and told.get("square") and not grouped:
-            detail = f"{name} moved by {told['square'] ** 0.5:.4g}, should not move: the learning rate is 0"
+            detail = f"{name} moved by {told['square'] ** 0.5:.4g}, but must not move, because the learning rate is 0"
             yield Finding(*at, detail, math.inf, (rank,), side.name)
         if not rate or told.get("rate") is None or grouped:
             continue
         fitted, decayed, rest = told["rate"], told["decay"], told["rest"] or 0.0
         lost, eps = _lost(side, state, name, rank, rate), _roundoff(side)
         if not abs(fitted - rate) <= (RATE + lost) * rate:
-            detail = f"{name} moved as with a learning rate of {fitted:.4g}, should be {rate:.4g}"
+            detail = f"{name} moved as with a learning rate of {fitted:.4g}, but the rate must be {rate:.4g}"
             yield Finding(*at, detail, abs(fitted - rate) / rate, (rank,), side.name)
         elif not rest <= REST + lost:
             detail = f"{name}: {rest:.1%} of its update is not AdamW's"
             yield Finding(*at, detail, rest, (rank,), side.name)
         elif not abs(decayed - decay) <= max(0.02 * decay, NOISE["decay"], 2 * eps / rate):
-            detail = f"{name} decayed by {decayed:.4g}, should be {decay:.4g}"
+            detail = f"{name} decayed by {decayed:.4g}, but must decay by {decay:.4g}"
             yield Finding(*at, detail, abs(decayed - decay), (rank,), side.name)
 
 
@@ -297,7 +298,7 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
         at = state.step, ROUTERS, module_of(router)
         total = sum(load)
         if not abs(total - passes) <= 1e-3 * passes:
-            detail = f"{router}: the experts' shares add up to {total:.6g}, should be {passes:g}: one for each pass"
+            detail = f"{router}: the sum of the experts' shares is {total:.6g}, but must be {passes:g}, 1 for each pass"
             yield Finding(*at, detail, abs(total - passes) / passes, (), side.name)
             continue
         if before is None or not rate or not model.get("moe_router_enable_expert_bias"):
@@ -314,11 +315,10 @@ def _router_law(side: Side, state: State, before: State | None) -> Iterator[Find
         ]
         if wrong:
             number = wrong[0]
-            moved = (
-                f"moved by {new[number] - old[number]:+.3g}, should be {math.copysign(rate, share - load[number]):+.3g}"
-            )
+            move, right = new[number] - old[number], math.copysign(rate, share - load[number])
             detail = (
-                f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} {moved}"
+                f"{router}: the bias of {len(wrong)} of {len(load)} experts is wrong: that of expert {number} "
+                f"moved by {move:+.3g}, but must move by {right:+.3g}"
             )
             yield Finding(*at, detail, len(wrong) / len(load), tuple(ranks), side.name)
 

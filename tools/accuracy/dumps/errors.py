@@ -57,8 +57,8 @@ from tools.accuracy.dumps.read import Item, NpyFile, pieces
 from tools.accuracy.judge import FILL, GAP, fills, powers, systematic
 
 FILLED = (
-    "values of {:.3g} and more, as of a mask that was added, hide how far the others are off, of which the worst is "
-    "{:.6g}, should be {:.6g}"
+    "values of {:.3g} and more, as of a mask that was added, hide how far the others are off; the worst of the others "
+    "is {:.6g}, but must be {:.6g}"
 )
 SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
 ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]

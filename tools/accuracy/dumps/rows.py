@@ -274,13 +274,13 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
     """Compare two Python values: floats to the precision of float32 (NaN equals NaN), all other values exactly."""
     a, b = golden.value, bench.value
     if golden.is_tensor != bench.is_tensor:
-        detail = f"{bench.dtype}, should be {golden.dtype}"
+        detail = f"the data type is {bench.dtype}, but must be {golden.dtype}"
         return Row(**head, dtype=golden.dtype, error=math.inf, kind=DTYPE, detail=detail)
     if a == b:
         return None
     if isinstance(a, float) and isinstance(b, float) and (math.isclose(a, b, rel_tol=1e-6) or (a != a and b != b)):
         return None
-    return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"{b!r}, should be {a!r}")
+    return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"the value is {b!r}, but must be {a!r}")
 
 
 def judged_type(golden: str, bench: str) -> str:
@@ -296,7 +296,7 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
     allowed = 0.0 if exact else tolerance(dtype, count)
     fixed = {**head, "dtype": bench.dtype, "shape": bench.shape, "count": count, "tolerance": allowed}
     if golden.shape != bench.shape:
-        detail = f"shape {list(bench.shape)}, should be {list(golden.shape)}"
+        detail = f"the shape is {list(bench.shape)}, but must be {list(golden.shape)}"
         return Row(**fixed, error=math.inf, kind=SHAPE, detail=detail)
     if golden.file and bench.file:
         found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
@@ -315,7 +315,7 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         detail = f"scaled by {scale.factor:.6g}; value by value within Table 2's {allowed:.3g}"
         return Row(**fixed, error=scale.error, kind=SCALED, detail=detail, by="factor")
     if not kind and golden.dtype != bench.dtype and not (promoted and _is_wider(golden.dtype, bench.dtype)):
-        kind, detail = DTYPE, f"{bench.dtype}, should be {golden.dtype}"
+        kind, detail = DTYPE, f"the data type is {bench.dtype}, but must be {golden.dtype}"
     return Row(**fixed, error=found.error, kind=kind, detail=detail, by=by)
 
 
@@ -347,7 +347,7 @@ def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
 def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
     if not golden.file or not bench.file:
         texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
-        return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)
+        return "; ".join(f"{name} is {got}, but must be {want}" for name, got, want in texts if got != want)
     place = found.where
     index: list[int] = []
     for size in reversed(shape):
@@ -355,4 +355,4 @@ def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) 
         index.insert(0, rest)
     parts = [f"{found.nans} NaN"] * bool(found.nans) + [f"{found.infinities} infinite"] * bool(found.infinities)
     parts.append(f"{found.outside} of {math.prod(shape)} values outside")
-    return ", ".join(parts) + f"; at {index}: {found.got:.6g}, should be {found.want:.6g}"
+    return ", ".join(parts) + f"; at {index} the value is {found.got:.6g}, but must be {found.want:.6g}"

@@ -127,7 +127,7 @@ def judge_statistics(
     found = Seen(
         float(abs(apart[worst]) / scale[worst]) if scale[worst] else math.inf,
         float(allowed[worst] / scale[worst]) if scale[worst] else 0.0,
-        f"{STATISTICS[worst]} moved by {(other_new - other_old)[worst]:.6g}, should be {move[worst]:.6g}",
+        f"{STATISTICS[worst]} moved by {(other_new - other_old)[worst]:.6g}, but must move by {move[worst]:.6g}",
         least=least,
     )
     if shares[worst] <= 1:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     metavar="NAME,...",
-    help="Test only these parallel strategies: a name that --list prints, or `trained`, `executed` or `baseline` for "
-    "all strategies of that kind; may be repeated.",
+    help="Test only these parallel strategies, whose names are separated by commas: names that --list prints, "
+    "`trained` or `executed` for all strategies of that kind, or `baseline` for the training on one worker. The option "
+    "may be repeated.",
 )
 @click.option(
     "--steps", default=3, show_default=True, type=Number("curve_steps"), help="Train this many steps in each run."

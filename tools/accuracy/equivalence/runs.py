@@ -240,8 +240,8 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element the smallest mean square (AdamW's second moment) above 0 of all steps so far; AdamW
-    divides the update by the root of this value.
+    """Return for each element the smallest value above 0 that AdamW's second moment `square` had in any step so far;
+    `known` is the result for the earlier steps. AdamW divides the update by the root of the second moment.
     """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)

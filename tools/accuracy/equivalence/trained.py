@@ -96,7 +96,7 @@ class At(NamedTuple):
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
-        return self.found(module, tensor, f"{got:.9g}, should be {want:.9g}", error, allowed)
+        return self.found(module, tensor, f"the number is {got:.9g}, but must be {want:.9g}", error, allowed)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def other_length(run: Trained, reference: Trained) -> Comparison | None:
     """Return the comparison of two trainings if they have different numbers of steps; otherwise return None."""
     if len(run.steps) == len(reference.steps):
         return None
-    detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
+    detail = f"the number of steps is {len(run.steps)}, but must be {len(reference.steps)}"
     return Comparison(1, math.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
 
 
@@ -228,7 +228,9 @@ def rates(run: Trained, reference: Trained) -> Iterator[Finding]:
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         one, two = (math.nan if (rate := each["learning_rate"]) is None else rate for each in (mine, theirs))
         if not math.isclose(one, two, rel_tol=1e-6):
-            yield At(run, step, OPTIMIZER).found("optimizer", "learning rate", f"{one:.9g}, should be {two:.9g}")
+            yield At(run, step, OPTIMIZER).found(
+                "optimizer", "learning rate", f"the rate is {one:.9g}, but must be {two:.9g}"
+            )
 
 
 def copies(run: Trained) -> Iterator[Finding]:

@@ -179,7 +179,7 @@ def _case(
             yield row(0, FAIL, error=np.inf, detail=_told(error))
             return
         if len(first) != len(wants):
-            yield row(0, FAIL, error=np.inf, detail=f"{len(first)} tensors, should be {len(wants)}")
+            yield row(0, FAIL, error=np.inf, detail=f"the number of tensors is {len(first)}, but must be {len(wants)}")
             return
         for number, (got, want, name) in enumerate(zip(first, wants, names, strict=True)):
             count = counts.of(phase, number)

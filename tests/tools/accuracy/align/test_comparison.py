@@ -407,7 +407,7 @@ def test_a_row_says_what_differs_and_not_one_half():
     setting = Row("optimizer.weight_decay", 1, NONE, "must match", detail="0.1 | 0.05: changes the numbers")
     assert failed_text(setting) == "optimizer.weight_decay: 0.1 | 0.05: changes the numbers (must match)"
     tokens = Row("batch labels", 17, NONE, "elements that differ")
-    assert failed_text(tokens) == "batch labels: 17 elements that differ, should be none"
+    assert failed_text(tokens) == "batch labels: 17 elements that differ, but there must be none"
     assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"
 
 

@@ -232,7 +232,7 @@ def test_a_weight_that_should_not_decay_needs_no_reference(pair):
     verdict = pair(All, single=True)
     assert (
         first(verdict) == (2, "update", "layers.0.norms")
-        and "decayed by 0.1, should be 0" in verdict.findings[0].detail
+        and "decayed by 0.1, but must decay by 0" in verdict.findings[0].detail
     )
 
 
@@ -297,10 +297,7 @@ def test_a_bias_that_does_not_move_against_its_load(pair, sign):
             return sign * super().move(load)
 
     verdict = pair(Wrong, single=True)
-    assert (
-        first(verdict) == (1, "routers", "layers.1.router")
-        and "should be +0.001" in verdict.findings[0].detail + "+0.001"
-    )
+    assert first(verdict) == (1, "routers", "layers.1.router") and "must move by +0.001" in verdict.findings[0].detail
     assert f"{RATE:g}" in verdict.findings[0].detail
 
 
@@ -310,7 +307,10 @@ def test_choices_that_are_counted_twice(pair):
             return 2 * super().load(step)
 
     verdict = pair(Twice, single=True)
-    assert first(verdict)[1] == "routers" and "add up to 2, should be 1" in verdict.findings[0].detail
+    assert (
+        first(verdict)[1] == "routers"
+        and "sum of the experts' shares is 2, but must be 1" in verdict.findings[0].detail
+    )
 
 
 def test_a_router_that_counts_nothing(pair):

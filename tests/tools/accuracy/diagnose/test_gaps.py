@@ -234,7 +234,7 @@ def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
                 side = read_side(run)
             except DataError as error:
                 refused += 1
-                assert at in str(error) and "should be" in str(error) and "\n" not in str(error)
+                assert at in str(error) and "but must be" in str(error) and "\n" not in str(error)
                 continue
             alike = right is None or kind_of(right) == kind_of(wrong) or path[0] == "effective"
             assert alike or wrong is None or wrong == {}, at
@@ -246,7 +246,7 @@ def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
 def test_the_number_of_a_step_that_no_run_has_is_refused(tmp_path):
     file = Run(tmp_path / "run").write() / "metrics" / "rank_0.jsonl"
     file.write_text(file.read_text() + json.dumps({"step": 10**20, "loss": 1.0}) + "\n")
-    with pytest.raises(DataError, match="step is 100000000000000000000, should be the number of a step"):
+    with pytest.raises(DataError, match="step is 100000000000000000000, but must be the number of a step"):
         read_side(tmp_path / "run")
 
 
@@ -257,7 +257,9 @@ def test_a_router_with_another_number_of_experts_on_one_line(tmp_path, key):
     lines = file.read_text().splitlines(keepends=True)
     lines[2], _ = corrupted(lines[2], (key, ROUTER), [0.5])
     file.write_text("".join(lines))
-    with pytest.raises(DataError, match=f"line 3: {key}.{ROUTER} has 1 numbers, but 4 in the lines before"):
+    with pytest.raises(
+        DataError, match=f"line 3: {key}.{ROUTER} has 1 numbers, but must have 4, as in the lines before"
+    ):
         read_side(run)
 
 

@@ -267,7 +267,7 @@ def test_plain_values_are_compared(tmp_path):
     bench = run()
     bench[0]["Cell.layers.0.act.Relu.forward.0"]["input_args"][1] = 1.515
     (row,) = compared(tmp_path, run(), bench).findings
-    assert row.detail == "1.515, should be 1.5" and row.name.endswith("input.1")
+    assert row.detail == "the value is 1.515, but must be 1.5" and row.name.endswith("input.1")
 
 
 def test_a_plain_value_that_is_nan_on_both_sides_is_the_same(tmp_path):

@@ -257,7 +257,9 @@ def test_other_samples_explain_everything(alone, tmp_path):
 def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
     run = run_with(tmp_path)
     short = executed.Trained(2, run.steps[:2], [], run.norms[:2], run.state, {})
-    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2)
+    assert "the number of steps is 2, but must be 3" in finding_text(
+        compare_executed(short, alone, TP2).findings[0], TP2
+    )
     del run.state[f"adam_m.{HEAD}"]
     (finding, *_) = compare_executed(run, alone, TP2).findings
     assert finding.detail == "no checkpoint of the run holds it"

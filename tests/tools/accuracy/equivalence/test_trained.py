@@ -94,7 +94,9 @@ def test_what_is_wrong_on_both_sides_is_found(tmp_path, spoil, tensor):
 def test_another_number_of_steps_is_a_difference(one, tmp_path):
     """It ended in a traceback."""
     comparison = compare_trained(record(tmp_path / "three", steps=3), one)
-    assert [(each.tensor, each.detail) for each in comparison.findings] == [("steps", "3 steps, should be 2")]
+    assert [(each.tensor, each.detail) for each in comparison.findings] == [
+        ("steps", "the number of steps is 3, but must be 2")
+    ]
 
 
 def test_a_norm_of_a_weight_that_is_no_number_is_found(one):

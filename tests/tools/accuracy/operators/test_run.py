@@ -157,7 +157,7 @@ def test_an_exception_on_special_values_is_a_failure(device):
 
 def test_a_wrong_number_of_outputs_is_a_failure(device):
     rows = verify(replace(SPECS["split"], golden=lambda x: x, grad=None), "float32", device)
-    assert rows[0].status == FAIL and rows[0].detail == "2 tensors, should be 1"
+    assert rows[0].status == FAIL and rows[0].detail == "the number of tensors is 2, but must be 1"
 
 
 def test_bfloat16_reaches_the_device_unchanged(device):
@@ -313,7 +313,7 @@ def test_a_transposed_gradient():
     device = NumpyDevice(spoil_backward=lambda inputs, douts, grads: (grads[0], grads[1].T))
     rows = verify(SPECS["matmul"], "bfloat16", device, reruns=1)
     (row, *_) = [row for row in rows if row.status == FAIL]
-    assert (row.phase, row.tensor) == ("backward", 1) and "shape [64, 24], should be [24, 64]" in row.detail
+    assert (row.phase, row.tensor) == ("backward", 1) and "the shape is [64, 24], but must be [24, 64]" in row.detail
     square = replace(SPECS["matmul"], shapes=((16, 32, 32),))
     assert failed(square, "bfloat16", device) == {"backward": {1}}
 
