@@ -118,7 +118,8 @@ def hashed(host: str) -> str:
     return "host-" + hashlib.sha256(host.encode()).hexdigest()[:8]
 
 
-_NO_WORD = r"\\+u[0-9a-f]{4}|\\+[bfnrt]|\x1b\[[\d;]*m|\\+u001b\[[\d;]*m"  # what a name may follow without a space
+_ESCAPED = r"\\+u[0-9a-f]{4}|\\+x[0-9a-f]{2}|\\+[0-7]{3}|%[0-9a-f]{2}|\\+[abefnrtv]"  # in JSON, Python or a URL
+_NO_WORD = rf"(?:\x1b|{_ESCAPED})\[[\d;?]*[a-z]|{_ESCAPED}"  # what a name may follow without a space, such as a colour
 
 
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +133,7 @@ def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[st
     if not hosts:
         return dict(texts)
     names = "|".join(re.escape(old) for old in sorted(hosts, key=len, reverse=True))
-    # a line's end in JSON, or a colour, ends in a letter of no word; no digest is searched for further names
+    # an escaped character, or a colour, ends in a letter of no word; no digest is searched for further names
     pattern = re.compile(rf"({_NO_WORD}|(?<![A-Za-z0-9]))({names})(?![A-Za-z0-9])", re.IGNORECASE)
     new = {old.lower(): name for old, name in hosts.items()}
     hidden = _Hidden(hosts, lambda text: pattern.sub(lambda found: found[1] + new[found[2].lower()], text))

@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from launch.firsthour.checks import Finding
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
-from tools.check.check import check_recipe
+from tools.check.check import new_errors
 from tools.files.atomic import write_atomically
-from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODE, MODEL, View
 
@@ -69,14 +69,10 @@ def variants_of(view: View, on_cpu: bool) -> list[Variant]:
         for name in FUSED:
             if isinstance(own := view.get((*MODEL, name)), bool):
                 found += _of((*MODEL, name), own, (True, False))
-    known = _errors(view.recipe)
-    found = [one for one in found if one.own or _errors(apply_overrides(view.recipe, one.words[1:])) <= known]
+    accepts = [one.own or not new_errors(view.recipe, apply_overrides(view.recipe, one.words[1:])) for one in found]
+    found = list(compress(found, accepts))
     several = {one.key for one in found if not one.own}
     return [one for one in found if one.key in several]
-
-
-def _errors(recipe: Recipe) -> set[str]:
-    return {f"{finding.key}: {finding.wrong}" for finding in check_recipe(recipe).errors}
 
 
 def _of(path: tuple[str, ...], own: Any, values: Sequence[Any]) -> list[Variant]:

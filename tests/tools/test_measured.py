@@ -161,7 +161,19 @@ def test_words_that_only_begin_like_a_host_stay():
     assert without_names({"a.json": "e4"}, {}) == {"a.json": "e4"}
 
 
-@pytest.mark.parametrize("before", ["\n", "\\n", "\\\\n", "\\t", "\x1b[31m", "\\u001b[1;31m", "\\u2192", "_", "/"])
+BEFORE = "\n", "\\n", "\\\\n", "\\t", "\x1b[31m", "\\u001b[1;31m", "\\u2192", "_", "/"
+ESCAPED = (
+    "\x1b[31m\x1b[K",
+    "\x1b[?25h",
+    "\\x1b[0m",
+    "\\033[0m",
+    "\\e[1m",
+    "\\x00",
+    "%20",
+)  # of grep, Python, echo, a URL
+
+
+@pytest.mark.parametrize("before", [*BEFORE, *ESCAPED])
 def test_words_that_only_end_like_a_host_stay(before):
     """The recipe pretrain1.yaml was called prehost-..., which nobody could find again."""
     name = hashed("train1")

@@ -115,8 +115,9 @@ def new_errors(before: Recipe, after: Recipe) -> list[str]:
     """Return what `tc3 check` finds wrong with the changed recipe `after` and not with the recipe `before`, without the
     places in the files.
     """
-    known, now = ([f"{one.key}: {one.wrong}" for one in check_recipe(each).errors] for each in (before, after))
-    return [error for error in now if error not in known]
+    found = [f"{one.key}: {one.wrong}" for one in check_recipe(after).errors]
+    known = [f"{one.key}: {one.wrong}" for one in check_recipe(before).errors] if found else []
+    return [error for error in found if error not in known]
 
 
 def require_sections(recipe: Recipe) -> None:

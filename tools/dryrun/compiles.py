@@ -175,7 +175,7 @@ class _Run:
         self.job, self.out, self.log = job, folder / "out.json", folder / "log"
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
-        # MindFormers leaves a temporary file in every process
+        # a compile that is killed leaves its temporary files in its folder, which is removed
         environment = {**HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3", "TMPDIR": str(folder)}
         files = [folder / "job.json", self.out, *text]
         command = [sys.executable, "-m", WORKER, str(os.getpid()), *map(str, files)]

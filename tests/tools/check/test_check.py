@@ -12,7 +12,7 @@ import pytest
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, leaves, put
 from tests.tools.check.test_rules import MINI, SEMI, findings
-from tools.check.check import check_recipe
+from tools.check.check import check_recipe, new_errors
 from tools.ranges import RECIPE
 from tools.recipe.load import bad_numbers, load_recipe, read_recipe
 from tools.recipe.override import apply_overrides, dotted, get_path
@@ -270,3 +270,13 @@ def test_the_advice_for_a_degree_leads_to_no_second_error(key, degree):
     path = (*PARALLEL, key)
     advice = re.fullmatch("write ([0-9]+)", findings(put(recipe, path, degree))[dotted(path)].right)
     assert dotted(path) not in findings(put(recipe, path, int(advice[1])))
+
+
+def test_only_what_a_change_makes_wrong_is_new(monkeypatch):
+    """A proposal of a change checks the recipe that it changes only if the changed one has an error."""
+    checked: list = []
+    before, other = MINI, put(MINI, (*PARALLEL, "data_parallel"), 0)
+    monkeypatch.setattr("tools.check.check.check_recipe", lambda recipe: checked.append(recipe) or check_recipe(recipe))
+    assert new_errors(before, before) == [] and len(checked) == 1
+    assert new_errors(other, other) == []
+    assert [one.split(": ")[0] for one in new_errors(before, other)] == ["parallel_config.data_parallel"]

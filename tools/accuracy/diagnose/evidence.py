@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,7 @@ def read_side(folder: Path) -> Side:
     for rank in metrics:
         _read_states(side, record_file(folder, rank), rank, experts)
     side.states = {step: state for step, state in side.states.items() if state.lines and step > limit}
-    side.starts = [start for start in side.starts if start.step >= resized]
+    side.starts = [start for start in side.starts if start.lines and start.step >= resized]
     for state in side.states.values():
         side.parts = {rank: line.get("parts") or {} for rank, line in state.lines.items()} | side.parts
     recorded = bool(side.states)
@@ -295,7 +296,8 @@ def _left_out(metrics: Mapping[int, Readings], headers: Mapping[int, list[Mappin
     newest = max(metrics.values(), key=lambda readings: readings.limit)
     unit, resized = newest.numbering.unit, 0.0
     for lines in headers.values():
-        ends = [*(line.get("start_step", 0) for line in lines[1:]), inf]
+        begins = [inf, *(line.get("start_step", 0) for line in reversed(lines[1:]))]
+        ends = reversed([*accumulate(begins, min)])  # a later part may begin before an earlier one
         others = (line.get("world_size", len(metrics)) != len(metrics) for line in lines)
         resized = max([resized, *(end for end, other in zip(ends, others, strict=False) if other)])
     for readings in metrics.values():
@@ -356,7 +358,7 @@ def _read_states(side: Side, file: Path, rank: int, experts: dict[str, int]) -> 
         if line.get("end"):
             side.end, side.ended = line.get("modules") or {}, line["step"]
         elif line.get("start"):
-            for state in side.states.values():
+            for state in [*side.states.values(), *side.starts]:
                 if state.step > line["step"]:  # the run went back, and makes these steps again
                     state.lines.pop(rank, None)
             started = next((each for each in side.starts if rank not in each.lines and each.step == line["step"]), None)

@@ -105,6 +105,27 @@ def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before
         ]
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_run_that_went_back_again_is_read_from_where_it_went_back(tmp_path, before):
+    """The start at step 3, of samples that were skipped later, was compared with the step 3 that was made again."""
+
+    class Skipping(Run):
+        def gradient(self, step, name):
+            return super().gradient(step + 10 * (step > 1), name)
+
+    run = Run(tmp_path / "run", steps=3, ranks=before).write()
+    parts = [Run(tmp_path / "later", steps=4, resumed_from=3), Skipping(tmp_path / "again", steps=3, resumed_from=1)]
+    for part in parts:
+        for file in (part.write() / "metrics").iterdir():
+            with (run / "metrics" / file.name).open("a") as lines:
+                lines.write(file.read_text())
+    shutil.copy(tmp_path / "again" / "recipe.yaml", run)
+    side = read_side(run)
+    assert sorted(side.steps) == sorted(side.states) == ([2, 3] if before > 1 else [1, 2, 3])
+    assert [start.step for start in side.starts] == ([1] if before > 1 else [0, 1])
+    assert not diagnose(side).findings
+
+
 @pytest.mark.parametrize(("begin", "stage"), [(0, "start"), (2, "resume")])
 def test_what_is_not_finite_in_the_state_of_both_runs_is_found_there(tmp_path, begin, stage):
     """The first finding was a moment after the first step, though the checkpoint of both had the NaN."""
