@@ -60,6 +60,7 @@ FILLED = (
     "values of {:.3g} and more, as of a mask that was added, hide how far the others are off; the worst of the others "
     "is {:.6g}, but must be {:.6g}"
 )
+_POSITIVE_FILL = 2.0**20  # the least one that statistics show
 SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
 ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -247,11 +248,14 @@ def filled(item: Item) -> int:
     """Return -1 or 1 if the statistics of a tensor show that a mask has filled it with huge values of this sign
     (`judge.fills`), beside which mean and norm do not show the others: its smallest or its largest value is far from 0,
     and the other one of the two is not. Return 0 for all other tensors.
+
+    Positive fills must be larger than negative ones: squares, sums and positions are large and positive without a mask.
     """
     if not item.dtype.startswith(("float", "bfloat")) or None in item.statistics[:2] or len(item.statistics) < 2:
         return 0
     near, far = sorted((float(x) for x in item.statistics[:2]), key=abs)  # type: ignore[arg-type]
-    huge = abs(far) >= 2.0 ** (FILL - 1) and abs(near) * 2.0 ** (GAP - 1) < abs(far)
+    least = _POSITIVE_FILL if far > 0 else 2.0 ** (FILL - 1)
+    huge = abs(far) >= least and abs(near) * 2.0 ** (GAP - 1) < abs(far)
     return int(math.copysign(huge, far))
 
 

@@ -141,6 +141,15 @@ def test_statistics_of_masked_scores_say_only_the_largest(largest, kind):
     assert (row.kind, row.by) == (kind, NOTHING), "positive fills hid an error in all other values"
 
 
+def test_large_positive_values_of_no_mask_are_judged_by_all_statistics():
+    """Squares, of which the smallest says nothing about the others."""
+    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
+    golden = Item("output.0", "output", "float32", (64,), (20000.0, 0.1, 5000.0, 57000.0))
+    rounded = replace(golden, statistics=(20000.0, 0.1003, 5000.0, 57000.0))
+    wrong = replace(golden, statistics=(20000.0, 0.1, 5500.0, 62000.0))
+    assert [_tensors(head, golden, each, 1, False).kind for each in (rounded, wrong)] == ["", "value"]
+
+
 def test_many_chunks(folder, monkeypatch):
     """The worst value is found in whatever chunk it is, and the scale is that of the whole tensor."""
     monkeypatch.setattr(read, "CHUNK", 100)
