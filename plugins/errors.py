@@ -92,7 +92,9 @@ def not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():
             return "is empty: JSON was expected"
-        return f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg.lower()}"
+        # of a single line, the caller names the number
+        line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+        return f"is not JSON: {line}column {error.colno}: {error.msg.lower()}"
     if isinstance(error, UnicodeDecodeError):
         return f"is not JSON: byte {error.start + 1} is not UTF-8"
     if isinstance(error, RecursionError):

@@ -172,7 +172,9 @@ def read_steps(
             if records and number == len(lines) and not written.endswith(b"\n"):
                 say(f"{place}: this line is not finished, as a run writes it or was killed: it is left out")
                 continue
-            raise DataError(f"{place}: this line {not_json(error)}; delete it if it is only half a line") from None
+            raise DataError(
+                f"{place}: this line {not_json(error)}; delete the line if it was cut off while it was written"
+            ) from None
         if isinstance(content, dict):
             if newest.is_late(content):
                 continue

@@ -188,8 +188,8 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
 
 
 def layout_of(counts: Counts, mtp: int = 0) -> str:
-    """Return the shortest layout string for numbers of decoder layers [chunks][stages], in which repeated chunks form
-    groups.
+    """Return the layout string for a table of the numbers of decoder layers, `counts[chunk][stage]`. Equal parts that
+    follow one another are written as one group, such as `(t*4|)*3,`.
     """
     flat = list(itertools.chain(*counts))
     last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)

@@ -73,8 +73,9 @@ class EquivalenceRecord(Callback):
         self.biases.append(of_routers(run_context, BIAS_END))  # MindFormers lets the biases move before any other
 
     def on_train_end(self, run_context):
-        """Write the record, and for every weight its value, its initial value, its moments and the smallest mean square
-        of its gradients; also write the routers' biases and loads of all steps.
+        """Write the record, and for every weight its value, its initial value and its optimizer's moments. For every
+        weight with a second moment, also write the smallest value above 0 that each element of the bias-corrected
+        second moment had in any step. Also write the routers' biases and loads of all steps.
 
         The json holds world_size, samples (digests of each step), squares (weight -> square of its gradient's norm, of
         each step) and split (weights of which this rank has its own part, along axis 0).

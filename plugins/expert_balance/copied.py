@@ -94,8 +94,8 @@ class Choose(nn.Cell):
         self.slots = host_functions.operator(choose, same)
 
     def construct(self, homes):
-        """Return the slots, int32, that compute the tokens; the argument holds the own slots (those that are not
-        copies) of the tokens' experts, int32, in the same shape.
+        """Return for each pair of a token and an expert the slot that computes the pair, as int32 in the shape of
+        `homes`. `homes` (int32) holds the slot of each pair's expert that is not a copy.
         """
         return self.slots(homes)
 

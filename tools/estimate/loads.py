@@ -125,7 +125,7 @@ def uniform(ratio: float) -> Loads:
         RecipeError: the ratio is below 1 or not finite.
     """
     if refusal := RANGES["skew"].refusal(ratio):
-        raise RecipeError(f"skew {ratio} (the busiest rank's load over the mean) {refusal}")
+        raise RecipeError(f"skew {ratio} (the fullest device's load divided by the mean load) {refusal}")
     source = "even loads" if ratio == 1 else "one max/mean everywhere"
     return Loads(np.full((1, 1, 1, 1), float(ratio)), (1,), source)
 
@@ -226,7 +226,10 @@ def _possible(ratio: float, config: Configuration, of_many: bool) -> float:
         if ratio > most and of_many and "device" in why:  # the other limit is the same for all EP degrees
             return most
         if ratio > most:
-            raise RecipeError(f"--loads {ratio:g}: the largest load over the mean is at most {most:g}, because {why}")
+            raise RecipeError(
+                f"--loads {ratio:g}: the largest load of a device, divided by the mean load, can be at most {most:g}, "
+                f"because {why}"
+            )
     return ratio
 
 
@@ -308,7 +311,7 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
             content = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{place}: tokens: this line {not_json(error)}; delete it if it is only half a line"
+                f"{place}: this line {not_json(error)}; delete the line if it was cut off while it was written"
             ) from None
         if not isinstance(content, dict) or "tokens" not in content:
             raise DataError(
@@ -355,9 +358,8 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
             continue
         if len(line) != len(head):
             text = f"the line has {len(line)} values for the {len(head)} columns {','.join(head)}"
-            raise DataError(
-                f"{place}: {head[min(len(line), len(head) - 1)]}: {text}; delete the line if it is only half a line"
-            )
+            text += "; delete the line if it was cut off while it was written"
+            raise DataError(f"{place}: {head[min(len(line), len(head) - 1)]}: {text}")
         found = dict(zip(head, line, strict=True))
         count = _check_count(_parsed(found["tokens"]), f"{place}: tokens")
         names = ("step", "layer", "expert", "micro_batch")

@@ -254,7 +254,7 @@ def test_the_batch_that_is_advised_fits_all_ranks(recipe, monkeypatch, made, adv
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "is not JSON: line 1, column 2: expecting property name"),
+        ("{", "is not JSON: column 2: expecting property name"),
         ("[" * 100_000, "is not JSON that can be read: its brackets are nested too deep"),
         ("[1]", "is not a mapping"),
         ('{"instruction": "a"}', "has no text under 'output'"),

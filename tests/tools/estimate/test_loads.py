@@ -242,7 +242,7 @@ def test_a_trained_router_is_as_uneven_as_published():
 GOOD = {"step": 1, "tokens": [[3] * 32] * 7}
 BAD = {  # name -> lines, what the message has after the file
     "nothing": ([], "log.jsonl: tokens: the log holds no loads"),
-    "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: tokens: this line is not JSON"),
+    "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: this line is not JSON"),
     "no counts": ([{"step": 1}], "log.jsonl:1: tokens: the key is missing"),
     "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: write a list for each MoE layer"),
     "a misspelt key": ([{**GOOD, "mirco_batch": 0}], "log.jsonl:1: mirco_batch: .*did you mean 'micro_batch'"),

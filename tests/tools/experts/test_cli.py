@@ -148,7 +148,7 @@ def test_the_last_line_of_a_live_run_may_be_unfinished_and_no_other(tmp_path):
     for text in (whole + whole[:50] + "\n", whole[:50] + "\n" + whole):
         log.write_text(text)
         for read in (lambda: open_run(log, None, print), lambda: loads_of(str(log), config)):
-            with pytest.raises(DataError, match=r"this line is not JSON.*half a line"):
+            with pytest.raises(DataError, match=r"this line is not JSON.*cut off"):
                 read()
 
 

@@ -114,7 +114,8 @@ def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
     if not is_number(text) or Path(text).exists():
         return []
     taken = [f"{ratio:g} for EP {ep}" for ep, ratio in skews if ratio < float(text)]
-    why = f"--loads {text}: the largest load over the mean is at most the number of devices that share the experts"
+    why = f"--loads {text}: the largest load of a device, divided by the mean load, can be at most the number of "
+    why += "devices that share the experts"
     return [f"{why}: taken is {', '.join(taken)}"] if taken else []
 
 

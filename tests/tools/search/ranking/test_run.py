@@ -207,7 +207,8 @@ def test_ctrl_c_in_the_second_search_leaves_the_first(monkeypatch):
 
 def test_a_ratio_that_few_devices_cannot_have_is_named_with_the_one_that_was_taken():
     words = (
-        "--loads 3: the largest load over the mean is at most the number of devices that share the experts: taken is "
+        "--loads 3: the largest load of a device, divided by the mean load, can be at most the number of devices that "
+        "share the experts: taken is "
     )
     assert lowered("3", ((1, 1.0), (2, 2.0), (4, 3.0))) == [f"{words}1 for EP 1, 2 for EP 2"]
     assert lowered("3", ((4, 3.0),)) == lowered("spread:0.8", ((1, 1.0), (2, 1.3))) == lowered("", ()) == []
