@@ -186,7 +186,8 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, 
             root = match[1]
         elif match := _TOTAL.match(line):
             total = int(match[1])
-        last = line.strip() or last
+        if not line.startswith("#"):  # an order of operators may follow the last graph
+            last = line.strip() or last
     if len(graphs) < total or (total and last != "}"):
         raise ValueError(f"the text is cut in subgraph {len(graphs)} of {total}")
     return root, graphs, parameters

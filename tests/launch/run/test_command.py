@@ -281,7 +281,7 @@ def test_what_can_be_seen_to_be_wrong_is_one_line_and_code_2(train, runs, workpl
         (["--steps", "99999999999999"], "out of range; it must be a whole number from 1 to 1,000,000,000"),
         (["--steps", "1.5"], "1.5 is not a whole number"),
         (["--steps", "0"], "0 is out of range"),
-        (["--resume", ""], "--resume is empty: write auto, or the folder of a checkpoint"),
+        (["--resume", ""], "--resume: the value is empty; write auto, or the folder of a checkpoint"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(train, runs, workplace, arguments, message):
@@ -346,7 +346,7 @@ def test_a_second_start_in_the_folder_of_a_run_says_that_it_goes_on(train, runs,
 
 def test_resume_and_force_exclude_each_other(train, runs):
     code, _, err = train("mini/toy.yaml", "--resume", "auto", "--force")
-    assert code == 2 and "choose one" in err and not runs
+    assert code == 2 and "give only one of the two" in err and not runs
 
 
 def test_planning_a_run_imports_neither_mindspore_nor_matplotlib(workplace):

@@ -130,6 +130,15 @@ def test_a_text_that_is_cut_is_refused(tmp_path, lines):
         read_graph(cut)
 
 
+def test_an_order_of_operators_may_follow_the_last_graph(tmp_path):
+    """MindSpore writes the order behind some graphs."""
+    text = tmp_path / "ordered.ir"
+    text.write_text(
+        GRAPH.read_text(encoding="utf-8").rstrip() + "\n# Order:\n#   1: @a:CNode_1{[0]: Return}\n", "utf-8"
+    )
+    assert read_graph(text).graphs.keys() == read_graph(GRAPH).graphs.keys()
+
+
 TEXT = """# IR entry: @0_Step
 subgraph @0_Step(%para1_x) {
   %0(a) = PrimFunc_Mul(%para1_x, Tensor(shape=[2, 1], dtype=Float32, value=

@@ -234,9 +234,7 @@ def test_the_stage_without_recomputation_decides(kept_gib, verdict, words):
     report = reported(loaded, [GIB // 100 if again else int(kept_gib * GIB) * 2 for again in blocks])
     assert report["fit"] == verdict and report["quick_error"] == ERROR
     assert [stage["fit"] for stage in report["stages"]] == ["fits"] * 5 + [verdict] + ["fits"] * 2
-    problems = list(report["problems"])
-    if verdict == "does not fit":
-        assert "tc3 memory" in problems.pop(), "advice that the model has checked"
+    problems = report["problems"]
     assert len(problems) == (verdict != "fits") and all(words in line and "stage 5" in line for line in problems)
     saved = report["stages"][5]["memory"]["saved"]
     assert saved == 3 * 7 * int(kept_gib * GIB) * 2  # 1F1B: stage 5 of 8 has three micro-batches in flight

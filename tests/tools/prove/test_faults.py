@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_compile_is_told_as_json_too(monkeypatch):
 def test_the_dry_run_says_the_same_with_prove(compiled, monkeypatch, as_json):
     """Of the dry run's own report, which its tests cover, only the problems are used here."""
     monkeypatch.setattr(dryrun, "compile_all", lambda *_, texts: [RESULT] if texts else [])
-    monkeypatch.setattr(dryrun, "report_of", lambda *_: {"problems": []})
+    monkeypatch.setattr(dryrun, "report_of", lambda *_: {"problems": [], "stages": []})
     monkeypatch.setattr(dryrun, "render", lambda report, console: console.print("memory of a device"))
     command = [str(HERE / "dense.yaml"), "--prove", *as_json]
     sound = CliRunner().invoke(dryrun.dryrun, command)
