@@ -17,7 +17,7 @@ from tests.test_repository import ROWS  # noqa: E402
 PURPOSE = {
     "launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters",
     "accuracy": "right numbers?",
-    "data.imbalance": "of samples",
+    "data.imbalance": "samples",
     "doctor": "is this host fit?",
     "weights": "in and out",
     "runs": "what went on",
