@@ -288,7 +288,7 @@ def test_a_padding_id_that_the_text_has(prefix):
     ],
 )
 def test_a_padding_id_that_ends_documents(pad, eod, changes, severity):
-    recipe = MINI
+    recipe = put(MINI, (*LOADER, "config", "data_path"), ["1", "none"])  # the quickstart's corpus has tokens 0
     for key, value in {"pad": pad, "eod": eod, **changes}.items():
         recipe = put(recipe, (*LOADER, "config", key), value)
     finding = wrong(recipe).get("train_dataset.data_loader.config.pad")
