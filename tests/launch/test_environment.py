@@ -129,6 +129,11 @@ def test_exploring_wants_whole_minutes(minutes):
     assert done.returncode == 2 and f"{minutes} is not a whole number above 0" in done.stderr
 
 
+def test_exploring_also_draws_examples_for_slow_property_tests():
+    """They were left out, and one of them was wrong."""
+    assert " -m hypothesis " in (ROOT / "tests/explore").read_text()
+
+
 def test_the_commands_are_plain_bash_and_executable():
     for name in ("launch/quickstart", "tests/run", "tests/explore"):
         path = ROOT / name

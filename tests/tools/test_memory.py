@@ -58,7 +58,7 @@ def test_experts_are_shared_by_ranks_that_mindformers_lets_share_them():
     assert "model_parallel doubled, data_parallel halved" in [change.name for change in changes]
     assert all(change.config.dp * change.config.tp % change.config.ep == 0 for change in changes)
     said, command = advice(recipe, 60 * GIB, sets).split("; tc3 memory ")
-    assert command.startswith(f"{recipe.source} --set {sets[0]} --set ")  # the file alone is another run
+    assert command.startswith(f"{recipe.source} --set {sets[0]} --set ")  # without --set, it is another run
     assert "model_parallel doubled" in said and "context_parallel" not in said and "expert_parallel" not in said
 
 

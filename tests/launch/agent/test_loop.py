@@ -407,7 +407,7 @@ def test_a_checkpoint_that_cannot_be_read_hides_no_end(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_read_hides_no_host_that_is_gone(tmp_path, monkeypatch):
-    """Agents asked whether the others can go on alone, and ended with this error before they said who was gone."""
+    """Agents ended with the error of the checkpoint before they said which host was gone."""
 
     def unread(root):
         raise CheckpointError(f"{root}: this path cannot be read (Input/output error)")

@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_where_it_had_come_furthest_whatever_the_batches(atte
 def test_a_copy_that_a_user_has_named_is_neither_removed_nor_loaded(tmp_path, end):
     """It counted as the oldest checkpoint of the run, and was removed after the next saves."""
     copy = save(tmp_path, 9).rename(tmp_path / f"iteration_00000009{end}")
-    (tmp_path / "iteration_00000001.tar").write_text("an archive")  # no run went on, because it is no folder
+    (tmp_path / "iteration_00000001.tar").write_text("an archive")  # this file stopped every resume
     assert scan_checkpoints(tmp_path) == (None, [])
     for step in (2, 4, 6):
         remove_old(tmp_path, publish(of_batch(tmp_path, 1, step, 4), tmp_path), 1, "0001-x")

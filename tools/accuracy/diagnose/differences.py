@@ -75,7 +75,7 @@ class Verdict:
     unknown: tuple[str, ...]  # the stages that could not be compared, with the records that they would need
     bits: bool  # whether the runs had to agree to the last bit
     gaps: tuple[str, ...] = ()  # sentences about what the records of the runs lack; runs with gaps are not called equal
-    alone: bool = False  # whether a run has recorded steps that the other one has not
+    unshared: bool = False  # whether a run has recorded steps that the other one has not
     apart: bool = False  # whether the runs have no step in common, so that nothing that they computed was compared
 
     @property
@@ -106,7 +106,7 @@ class Verdict:
             return "unknown: no step is in both runs"
         if self.unknown or self.gaps:
             return "nothing differs in what was recorded"
-        return "equal in the steps that both runs recorded" if self.alone else "equal"
+        return "equal in the steps that both runs recorded" if self.unshared else "equal"
 
 
 class OtherModelError(ValueError):
@@ -134,11 +134,11 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
     for side in (a, b) if b else (a,):
         findings += laws(side)
     seen, unknown = _looked_at(a, b, pair)
-    alone = b is not None and tell_steps(a, b)
+    unshared = b is not None and tell_steps(a, b)
     apart = b is not None and a.steps.keys().isdisjoint(b.steps) and not {START, RESUME} & {*seen}
     ordered = tuple(_placed(sorted(_dated(findings), key=lambda each: each.order)))
     gaps = tuple(f"{side.name}: {gap}" for side in (a, b) if side for gap in side.gaps)
-    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps, alone, apart)
+    return Verdict(ordered, numbers, layout, software, seen, unknown, bool(pair and pair.bits), gaps, unshared, apart)
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:

@@ -190,7 +190,7 @@ def _alike_law(side: Side) -> Iterator[Finding]:
 
 def _gradients_law(side: Side, step: int) -> Iterator[Finding]:
     """Yield a finding for each gradient that has a NaN or an infinity. A step that the optimizer skipped because its
-    gradients overflowed is no fault; it leaves the tensors as they were.
+    gradients overflowed is not a fault; such a step does not change the tensors.
     """
     for name, norm in sorted(side.gradients(step).items()):
         if not math.isfinite(norm):
