@@ -25,8 +25,9 @@ class TC3Error(ValueError):
     """A `TC3Error` is the base class of every error that the user can correct.
 
     Args:
-        wrong: what is wrong, and what would be right. key: the key path of the wrong value (after its file, if it is
-            known), with which the message begins; empty if `wrong` is the whole message.
+        wrong: what is wrong, and what would be right.
+        key: the key path of the wrong value (after its file, if it is known), with which the message begins; empty if
+            `wrong` is the whole message.
     """
 
     def __init__(self, wrong: str = "", key: str = ""):

@@ -62,12 +62,14 @@ class Proposal:
     """A `Proposal` is a proposed change of a recipe, with its predicted memory and step time.
 
     Args:
-        name: the change in words; keys: the new values by dotted key.
-        peak: the bytes of the fullest stage, predicted from these keys; freed: the bytes that this saves.
-        step_s: seconds of a step; None if the estimator cannot predict them, as with adapters. slower: over the
-            recipe's own - 1.
+        name: the change in words.
+        keys: the new values by dotted key.
+        peak: the bytes of the fullest stage, predicted from these keys.
+        freed: the bytes that the change saves.
+        step_s: the seconds of a step; None if the estimator cannot predict them, as with adapters.
+        slower: `step_s` divided by the recipe's own seconds of a step, minus 1.
         fit: one of `FITS`, `UNKNOWN` (within the model's known error) and `DOES_NOT_FIT`.
-        refused: what `tc3 check` finds wrong with it and not with the recipe; "" where nothing.
+        refused: the fault that `tc3 check` finds with the change but not without it; "" if there is none.
     """
 
     name: str

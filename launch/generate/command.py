@@ -300,8 +300,10 @@ class Voice:
     """A `Voice` holds a running model and its tokenizer, and generates the continuations of texts.
 
     Args:
-        logits: the logits of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether
-            prompt and text are printed while they come.
+        logits: the logits of the model.
+        window: the number of tokens that the model sees.
+        most: the largest number of tokens of an answer.
+        aloud: whether the prompt, and the text while it is generated, are printed.
     """
 
     def __init__(self, logits: Logits, tokenizer: Tokenizer, window: int, most: int, aloud: bool):

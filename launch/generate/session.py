@@ -50,8 +50,8 @@ def continuation(
 
     Args:
         logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.
-        choose: a function that returns a token's id from logits. window: how many tokens the model sees; older tokens
-            are dropped.
+        choose: a function that returns a token's id from logits.
+        window: how many tokens the model sees; older tokens are dropped.
         end: the id that ends a document; None if no id does.
     """
     ids = list(prompt)

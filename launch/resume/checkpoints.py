@@ -73,7 +73,9 @@ def find_checkpoint(
     Print for each checkpoint that is skipped the reason why.
 
     Args:
-        resume: `auto`, or a folder; root: the root of the run's own iterations; unfit: see `scan_checkpoints`.
+        resume: `auto`, or a folder.
+        root: the root of the run's own iterations.
+        unfit: see `scan_checkpoints`.
         otherwise: the folder from which the run began, which `auto` takes if there is no other checkpoint.
 
     Raises:

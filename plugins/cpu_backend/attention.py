@@ -49,7 +49,9 @@ def document_attention(
     """Return causal softmax(Q K^T * scale) V within each document, and the log-sum-exp of the scores.
 
     Args:
-        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv], N heads in G groups (`grouped_query`);
+        query: [S, B, N, D].
+        key: [S, B, G, D].
+        value: [S, B, G, Dv], N heads in G groups (`grouped_query`).
         breaks: [B, S - 1], see `document_blocks`.
 
     Returns:

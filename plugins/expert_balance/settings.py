@@ -132,9 +132,11 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     tensors that belong to an expert.
 
     Args:
-        counts: whether the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: the number of
-            ranks that share the experts; optimizer: the type of the optimizer; experts: the number of experts of a
-            layer; sharded: whether MindSpore shards the graph, on CPU or Ascend.
+        counts: whether the routers count their tokens (`moe_router_enable_expert_bias`).
+        expert_parallel: the number of ranks that share the experts.
+        optimizer: the type of the optimizer.
+        experts: the number of experts of a layer.
+        sharded: whether MindSpore shards the graph, on CPU or Ascend.
 
     Raises:
         RecipeError: a setting is wrong; the message names the key and a right value.

@@ -87,7 +87,8 @@ class Meeting:
     """A `Meeting` represents the members of a group at one call of a collective, and exchanges their parts.
 
     Attributes:
-        operator, group: names for messages; members: global ranks in the order of the group;
+        operator, group: names for messages.
+        members: global ranks in the order of the group.
         number: the number of collectives that these members made before.
     """
 

@@ -387,7 +387,8 @@ def _documents(lengths: np.ndarray, asked: int | None, built: Built) -> tuple[fl
     """Return how many documents a sample holds on average, and a number that no sample exceeds.
 
     Args:
-        lengths: the tokens of each document. asked: the number of samples for which the corpus is asked.
+        lengths: the tokens of each document.
+        asked: the number of samples for which the corpus is asked.
     """
     seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
     epochs = max(1, -(-((asked or 0) * seq + 1) // tokens))

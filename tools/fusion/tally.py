@@ -379,9 +379,11 @@ class Found:
     """A `Found` is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
-        fusion: the name of the fusion pass. place: the position of the AssignAdd among the operators.
-        product: the operator of the matrix product; result: the output of this operator. between: the operators between
-            the product and AssignAdd, in order.
+        fusion: the name of the fusion pass.
+        place: the position of the AssignAdd among the operators.
+        product: the operator of the matrix product.
+        result: the output of this operator.
+        between: the operators between the product and AssignAdd, in order.
         refusal: the reason why the pass does not match here; "" if it matches when it is enabled.
         bytes: the HBM traffic that the fusion pass saves, because the product's result is no longer written and read.
     """

@@ -88,8 +88,8 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     """Return the content of a YAML file that a user wrote, such as a cluster's file.
 
     Args:
-        error: the class of the errors that are raised; shown: the name of the file in error messages, by default
-            `path`.
+        error: the class of the errors that are raised.
+        shown: the name of the file in error messages, by default `path`.
 
     Raises:
         error: the file cannot be read, is not YAML, or is too large.

@@ -444,9 +444,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return, from the header that workers write at each start, the steps done before, the time at which training
-    began, and the total number of steps.
-    """
+    """Return the steps done before, the time at which training began, and the total steps, of a start's header."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 
@@ -466,7 +464,8 @@ def read_parts(
     Args:
         notes: a list to which sentences about lines that no run writes are added, and a sentence if the records do not
             say whether the parts number their steps alike.
-        alike: whether it is known that they do. planned: the names of the attempts whose plans say where they begin.
+        alike: whether it is known that the parts number their steps alike.
+        planned: the names of the attempts whose plans say where these attempts begin.
     """
     parts: list[Part] = []
     steps, numbering = Steps(file), Numbering(alike)

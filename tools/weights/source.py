@@ -37,7 +37,8 @@ class Source:
     file), and reads their values tensor by tensor.
 
     Args:
-        path: the path as the user gave it. form: how the weights are stored.
+        path: the path as the user gave it.
+        form: how the weights are stored.
     """
 
     path: Path

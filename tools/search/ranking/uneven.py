@@ -109,7 +109,8 @@ def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
     degrees.
 
     Args:
-        text: the value of `--loads`; skews: the max/mean that was taken at each EP degree.
+        text: the value of `--loads`.
+        skews: the max/mean that was taken at each EP degree.
     """
     if not is_number(text) or Path(text).exists():
         return []
