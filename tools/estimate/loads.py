@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
+from plugins.errors import DataError, RecipeError, not_json, read_text, refuse_unknown
 from plugins.expert_balance.plan import device_loads
 from plugins.expert_balance.record import load_file, read
 from tools.estimate.configuration import Configuration
@@ -272,12 +272,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"--loads {path}: there is no such file; give {FORMS}")
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"--loads {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"--loads {path}: the file cannot be read ({error.strerror})") from None
+    text = read_text(path, DataError, "--loads ")
     left_out: list[str] = []
     if path.suffix == ".csv":
         rows = _csv_rows(path, text)

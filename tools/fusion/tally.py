@@ -454,7 +454,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
     if [word for word in arguments_of(product.head) if word.startswith("Bool(")] != ["Bool(1)", "Bool(0)"]:
         return "transpose_a is needed, and no transpose_b"
     if math.prod(product.outputs[0].shape) > LIMIT:
-        return f"more than {LIMIT:,} numbers"
+        return f"more than {LIMIT:,} elements"
     return _types(product.inputs[:2], total)
 
 

@@ -104,7 +104,8 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
         line = f":{mark.line + 1}" if mark else ""
         raise error(f"{name}{line}: the file cannot be read: {wrong.problem or wrong.context}") from None
     except (yaml.YAMLError, RecursionError) as wrong:
-        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
+        why = " ".join(str(wrong).split()) or "its values are nested too deep"
+        raise error(f"{name}: the file cannot be read: {why}") from None
     except TC3Error:
         raise
     except ValueError as wrong:  # a date or a number that is none

@@ -33,6 +33,7 @@ note says so.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import Counter, defaultdict
@@ -45,7 +46,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from plugins.errors import DataError, not_json
+from plugins.errors import DataError, not_json, read_text
 from tools.files.atomic import real_path
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
 
@@ -139,14 +140,10 @@ def _rows(path: Path) -> list[Row]:
     Raises:
         DataError: it is not text, or has no rows.
     """
+    text = read_text(path, DataError)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
-                    for row in csv.DictReader(file)]  # fmt: skip
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
+        rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
+                for row in csv.DictReader(io.StringIO(text))]  # fmt: skip
     except csv.Error as error:
         raise DataError(f"{path}: this is not a table of comma-separated values: {error}") from None
     if not rows:
