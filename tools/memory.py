@@ -377,11 +377,11 @@ def memory(
 
     tc3 dryrun gives the exact bytes of MindSpore's compiled graph, in minutes.
 
-    The table is of even loads; below it stands up to which load of the fullest device the recipe fits, and how many
-    steps of the given loads need more.
+    The table assumes even loads. The text below the table says up to which load of the fullest device the recipe fits,
+    and how many steps of the given loads need more memory.
 
-    Exit codes: 0 it fits; 1 it does not, also only at some step of --loads, or the model's known error leaves it open;
-    2 a wrong input.
+    Exit codes: 0 the recipe fits; 1 it does not fit (also if only at some steps of --loads), or the model's known error
+    is too large to say whether it fits; 2 a wrong input.
     """
     if picture:
         check_form(picture)

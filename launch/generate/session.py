@@ -68,8 +68,8 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
     with `weights`. A line on stderr reports that the model is being built.
 
     Raises:
-        CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process
-            failed.
+        CheckpointError: the weights are not the model's, or the recipe not one for CPU.
+        ClickException: the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="tc3-generate-") as folder, terminate_as_interrupt():
         place, file = Path(folder), Path(folder) / "recipe.yaml"

@@ -122,9 +122,9 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     saved = [span.step for span in spans if span.sealed and span.end > began_anew]
     if saved and not any(chain(iterations(root), root.glob(f"{ASIDE}*"), unfinished(root))):
         raise CheckpointError(
-            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
-            "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
-            "run with another --run-dir"
+            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount the disk "
+            "of the checkpoints, name their folder in checkpoint.save_path, name a checkpoint with --resume DIR, or "
+            "start a new run with another --run-dir"
         )
     last = plans[-1] if plans and not spiked else None
     if last and last.resume:

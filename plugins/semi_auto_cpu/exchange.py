@@ -271,7 +271,7 @@ def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
 
 def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
     if array.size != size:
-        raise ClusterError(f"{meeting.where}: its input or result {describe(array)} should have {size} elements")
+        raise ClusterError(f"{meeting.where}: its input or result {describe(array)} must have {size} elements")
 
 
 def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:

@@ -105,7 +105,8 @@ def record_of(content: Any, place: str) -> Record:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: this is not a record of a probe ({type(error).__name__}: {error})") from None
+        why = f"the key {error} is missing" if isinstance(error, KeyError) else error
+        raise DataError(f"{place}: this is not a record of a probe: {why}") from None
     return record
 
 

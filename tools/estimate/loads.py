@@ -189,8 +189,8 @@ def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
             cannot have is then the largest that they can have; otherwise it is refused.
 
     Raises:
-        RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run. DataError:
-            see `read_loads`.
+        RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run.
+        DataError: see `read_loads`.
     """
     if not config.model.experts:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
@@ -389,13 +389,13 @@ def _parsed(text: str) -> Any:
 def _whole(value: Any, place: str) -> int:
     most = _MOST[place.rpartition(" ")[2]]
     if type(value) is not int or not 0 <= value <= most:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a whole number from 0 to {most:,}")
+        raise DataError(f"{place}: the value must be a whole number from 0 to {most:,}, not {str(value)[:40]!r}")
     return value
 
 
 def _check_count(value: Any, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a finite number of tokens, 0 or more")
+        raise DataError(f"{place}: the value must be a finite number of tokens, 0 or more, not {str(value)[:40]!r}")
     return float(value)
 
 

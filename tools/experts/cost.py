@@ -308,7 +308,7 @@ def ep_report(
         try:
             of_degree = with_degree(changed, degree) if degree else changed
             if refused := new_errors(changed, of_degree):
-                raise RecipeError(f"tc3 check refuses it in this recipe: {refused[0]}")
+                raise RecipeError(f"tc3 check refuses this degree in the recipe: {refused[0]}")
             modes, cuts = choices(of_degree, devices)
             other = degree if degree != View(loaded).ep else None
             found = advise(of_degree, devices, asked, modes, cuts, planned=planned)

@@ -61,7 +61,7 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
 
     Raises:
         DataError: the log does not exist, is broken, or has other numbers of experts or layers than the recipe.
-            RecipeError: the recipe is broken.
+        RecipeError: the recipe is broken.
     """
     if not place.exists():
         raise DataError(

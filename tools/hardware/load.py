@@ -70,7 +70,7 @@ class _Loader(SmallLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a YAML mapping as the parent class does, and raise an error for a key that occurs twice in the mapping
-        itself. It is no error if a key of the mapping also occurs in a mapping that `<<` merges.
+        itself. A key of the mapping may also occur in a mapping that `<<` merges.
         """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}

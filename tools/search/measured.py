@@ -213,7 +213,8 @@ def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: s
     cluster, or the host itself for a profile of a CPU run.
 
     Raises:
-        DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.
+        DataError: the profile does not exist, or belongs to another run.
+        RecipeError: the cluster has no efficiencies.
     """
     if measured.is_dir():
         seen, profiled, text = _of_profile(measured, run_of(recipe, ()), None, cluster_name, None, name)

@@ -289,8 +289,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
         dtype, limit: the arguments of `plan_conversion` with these names.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or belongs to another model. RecipeError: there is no recipe, or
-            Hugging Face's DeepseekV3 cannot express its model.
+        CheckpointError: the checkpoint is incomplete, or belongs to another model.
+        RecipeError: there is no recipe, or Hugging Face's DeepseekV3 cannot express its model.
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":

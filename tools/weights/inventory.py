@@ -155,7 +155,7 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
     wrong = [place for place in every if not _finite(source, *place, progress)]
     if wrong:
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
-        found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
+        found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} values that are not finite")
     return found
 
 

@@ -275,7 +275,7 @@ def test_a_degree_that_a_plugin_of_the_recipe_refuses_is_neither_predicted_nor_r
     assert rows["expert_parallel: 4"]["step_s"] is None and rows["expert_parallel: 16"]["step_s"] > 0
     assert "refused by tc3 check" in rows["expert_parallel: 4"]["note"]
     refused = str(run(report, "--ep", "4").exception)
-    assert refused.startswith("--ep 4: tc3 check refuses it") and "plugins.group_aux_loss" in refused
+    assert refused.startswith("--ep 4: tc3 check refuses this degree") and "plugins.group_aux_loss" in refused
     assert run(report, "--ep", "4", "--set", "plugins.group_aux_loss=False").exit_code == 0
 
 
