@@ -286,7 +286,7 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
     if not proposals:
         console.print("nothing that this model knows frees memory here")
     if not fits and not any(row["fit"] == FITS and not row["refused"] for row in proposals):
-        console.print("no change that was tried surely makes it fit: tc3 search looks at every layout on these devices")
+        console.print("none of the tried changes surely makes the recipe fit; tc3 search tries every layout")
     if not proposals:
         return
     unit, size = unit_of(max(row["peak"] for row in proposals))

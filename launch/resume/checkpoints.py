@@ -224,7 +224,7 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     """
     stored = _recipe_of_run(recipe, run_dir, checkpoint.path)
     if not stored.exists():
-        click.echo(f"{stored} is missing: whether the order of the data stays the same cannot be told", err=True)
+        click.echo(f"{stored} is missing, so it is unknown whether the order of the data stays the same", err=True)
         return
     before = load_recipe(stored)
     own = made(checkpoint.path).get("skipped")

@@ -105,7 +105,7 @@ def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -
         float(found.ratios[behind].mean()),
         f"of the {len(behind)} steps after the first plan, which take {before:.2f} s without; a plan moves "
         f"{found.moves.sum() / found.plans / found.moves.shape[1]:.1f} experts of a layer, {cost:.2f} s over the links "
-        "(modelled: nobody has moved experts on a device)",
+        "(modelled; moves were not measured on a device)",
     )
 
 

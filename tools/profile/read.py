@@ -114,7 +114,11 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
             step = next((row[key].strip() for key in ("Step ID", "Step Id") if row.get(key)), "")
             by_step[step].append(_kernel(row, f"{folder / KERNELS}:{number}", ranks, origin))
         found = [_step(kernels, lengths.get(name)) for name, kernels in by_step.items()]
-        notes = [] if any(kernel.inputs for kernel in found[0].kernels) else ["no shapes: profile at level 1 for them"]
+        notes = (
+            []
+            if any(kernel.inputs for kernel in found[0].kernels)
+            else ["the profile has no shapes: profile at level 1 to get them"]
+        )
         if len(found) == 1:
             alone = _divided(found[0], steps or max(1, len(lengths)), sum(lengths.values()))
             notes += spread_notes(list(lengths.values()))
@@ -244,7 +248,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
         for column in ("Communication(Not Overlapped)", "Overlapped")
     )
     step = Step(tuple(kernels), sum(lengths.values()) / steps, steps)
-    note = f"no {KERNELS}: sums by type of {STATISTIC}; communication by its group, gaps by layer are unknown"
+    note = f"{KERNELS} is missing: times are sums by type ({STATISTIC}); communication by group is unknown"
     return Profile(
         str(folder), "Ascend", step, steps, timed=False, rank=rank, exposed=(shown, hidden),
         notes=(note, *spread_notes(list(lengths.values()))),
@@ -308,7 +312,7 @@ def read_cpu(folder: Path) -> Profile:
     steps = counts.most_common(1)[0][0]
     notes = [f"a CPU's profile: of {steps} steps each operator's quiet quarter; communication does not appear in it"]
     if not shapes:
-        notes.append("no cpu_framework_*.txt of its rank beside it: shapes are unknown")
+        notes.append("the rank's cpu_framework_*.txt is missing beside it, so shapes are unknown")
     kernels = _quiet(runs, shapes, steps)
     once = min(every for every in runs.values() if len(every) == steps)  # its starts are a step apart
     seconds = max((kernel.start + kernel.seconds for kernel in kernels), default=0.0)

@@ -262,7 +262,7 @@ class Conversion:
         if self.sizes.mtp_layers:
             found.append("transformers leaves the MTP layer out; vLLM and SGLang draft with it")
         if not tokenizer:
-            found.append("no tokenizer beside it: --tokenizer FOLDER copies one")
+            found.append("the folder has no tokenizer; --tokenizer FOLDER copies one")
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:

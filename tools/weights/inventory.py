@@ -329,7 +329,7 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
     elif source.sealed:
         yield "  seals: every rank's; " + ("checksums match" if values else "sizes match (--values compares checksums)")
     else:
-        yield "  seals: none, so that nobody can tell whether it is whole"
+        yield "  seals: none, so it is unknown whether the checkpoint is complete"
     if (source.stored.folder / SALVAGED).exists():
         yield f"  salvaged: written from damaged weights, see {SALVAGED}"
     if source.placements:
