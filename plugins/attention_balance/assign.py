@@ -182,10 +182,12 @@ def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
 
 
 def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each pair of parts, two items whose weights differ by nearly `wanted`.
+    """Return for each pair of parts an item of `heavy`, an item of `light` and the difference of their weights, which
+    is nearly `wanted`: three arrays int64 [pairs].
 
-    heavy, light: int64 [pairs, size]; wanted: int64 [pairs], at least 0.
-    Returns give (of heavy), take (of light), and the difference: int64 [pairs].
+    Args:
+        heavy, light: int64 [pairs, size], the weights of the items.
+        wanted: int64 [pairs], at least 0.
     """
     pairs, size = heavy.shape
     top = int(max(heavy.max(), light.max())) + 1

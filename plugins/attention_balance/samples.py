@@ -257,7 +257,9 @@ class Cost:
     """A `Cost` is the cost of training a sample, computed from the model's sizes (`unit` is "FLOP") or measured (`unit`
     is "s").
 
-    per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
+    Args:
+        per_pair: the cost of each attending pair of tokens.
+        per_token: the cost of each token.
     """
 
     per_pair: float

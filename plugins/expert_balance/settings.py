@@ -39,13 +39,13 @@ class Settings(Section):
     )
     method: str = setting(
         "swaps",
-        "`swaps`: from the placement there is; `aligned`: swaps between equal places of two devices; `greedy`: from "
-        "scratch, as EPLB and MindFormers pack; `random`: shuffles, for tests",
+        "`swaps`: swaps experts of the present placement; `aligned`: swaps only between equal places of two devices; "
+        "`greedy`: plans from scratch, as EPLB and MindFormers do; `random`: shuffles, for tests",
         choices=METHODS,
     )
     moves: int | None = setting(
         None,
-        "most experts of a layer that a plan moves; null: no limit (`swaps` and `aligned`)",
+        "largest number of experts of a layer that a plan moves; null: no limit (`swaps` and `aligned`)",
         "write null, or a number from 2 on: one swap moves two experts",
         least=2,
         null=True,

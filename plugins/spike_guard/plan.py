@@ -67,13 +67,13 @@ class Settings(Section):
 
     window: int = setting(
         64,
-        "how many of the last good steps each new step is compared with",
+        "number of the last good steps with which each new step is compared",
         f"write a number of steps from {_LEAST_WINDOW} on",
         least=_LEAST_WINDOW,
     )
     threshold: float = setting(
         16.0,
-        "robust standard deviations above what they lead to that make a spike",
+        "a step is a spike if it lies this many robust standard deviations above the trend of these steps",
         "write a number of standard deviations above 0, such as 16.0",
         above=0,
     )
