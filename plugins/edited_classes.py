@@ -16,12 +16,12 @@ DENSE = {"TeleChat3ForCausalLM": "EditedTeleChat3ForCausalLM"}
 ALL = {**ARCHITECTURES, **DENSE}
 
 
-def can_edit(architectures: Any, classes: Mapping[str, str] = ARCHITECTURES) -> bool:
-    """Return whether a plugin that can change `classes` can change the model of a recipe, by the recipe's
+def can_edit(architectures: Any) -> bool:
+    """Return whether a plugin that can change `ARCHITECTURES` can change the model of a recipe, by the recipe's
     `architectures`; a recipe without `architectures` is not judged.
     """
     names = architectures if isinstance(architectures, (list, tuple)) else [architectures]
-    return not any(names) or all(name in classes or name in classes.values() for name in names)
+    return not any(names) or all(name in ARCHITECTURES or name in ARCHITECTURES.values() for name in names)
 
 
 def edited(architectures: Any, plugin: str, classes: Mapping[str, str]) -> list[str]:

@@ -37,13 +37,13 @@ import numpy as np
 from launch.run.preflight import data_prefixes
 from plugins.attention_balance.plan import COST, layout_of
 from plugins.errors import DataError
-from plugins.sealed_checkpoint.plan import global_batch_of, made
+from plugins.sealed_checkpoint.plan import checksum, global_batch_of, made
 from plugins.spike_guard import plan as spike_guard
 from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
 from tools.data.blend import asked_of, shares_of
 from tools.data.index import map_lengths, read_blend, training_share
-from tools.files.atomic import sampled_digest, whole_digest, write_atomically
+from tools.files.atomic import sampled_digest, write_atomically
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, RUNNER, View
@@ -186,7 +186,7 @@ def _digest(prefix: str) -> dict[str, Any]:
         sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
         if sizes["idx_bytes"] > _SLOW_INDEX:
             click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
-        content = {"idx_sha256": whole_digest(index), "bin_sample_sha256": sampled_digest(tokens)}
+        content = {"idx_sha256": checksum(index), "bin_sample_sha256": sampled_digest(tokens)}
         return {"prefix": prefix, **sizes, **content}
     except OSError as error:
         raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: this file cannot be read ({error.strerror})") from None

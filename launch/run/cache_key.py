@@ -19,8 +19,8 @@ from typing import Any
 
 from launch.resume import data
 from launch.run.msrun import ROOT, on_ascend
+from plugins.sealed_checkpoint.plan import checksum
 from plugins.settings import value_at
-from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.versions import installed
@@ -74,9 +74,9 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
     return {
         "recipe": dict(_settings(recipe)),
         "first": _compiled_first(recipe),
-        "files": {value: whole_digest(Path(value)) for value in _files_named(recipe)},
+        "files": {value: checksum(Path(value)) for value in _files_named(recipe)},
         "data": data.digests(recipe),
-        "tokenizers": {str(file): whole_digest(file) for file in _files_of_tokenizers(recipe)},
+        "tokenizers": {str(file): checksum(file) for file in _files_of_tokenizers(recipe)},
         "workers": [world, on_this_node],
         "sources": _digest((path for top in SOURCES for path in sorted((ROOT / top).rglob("*"))), ROOT),
         "packages": {name: _package(name) for name in PACKAGES},

@@ -28,7 +28,8 @@ from launch.run import cache_key
 from launch.run.msrun import ROOT
 from plugins.cpu_backend import host_functions
 from plugins.errors import ClusterError, DataError, RecipeError
-from tools.files.atomic import atomic_file, whole_digest
+from plugins.sealed_checkpoint.plan import checksum
+from tools.files.atomic import atomic_file
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -278,7 +279,7 @@ def _copy(source: Path, target: Path) -> bool:
         for name, digest in sealed.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-            if whole_digest(target / name) != digest:
+            if checksum(target / name) != digest:
                 return False
         return bool(sealed)
     except (OSError, AttributeError):
@@ -302,7 +303,7 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     if any(any(mark in graph for mark in MARKS) or host_functions.names_in(graph) is None for graph in graphs):
         (key / HOST_FUNCTIONS).touch()
         return
-    sealed = {str(file.relative_to(own)): whole_digest(file) for file in files}
+    sealed = {str(file.relative_to(own)): checksum(file) for file in files}
     target, part = key / f"rank_{rank}", key / f".{socket.gethostname()}.{os.getpid()}.rank_{rank}"
     if not sealed or _sealed(target) == sealed:
         return

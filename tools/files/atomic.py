@@ -23,6 +23,7 @@ from pathlib import Path
 
 from plugins.errors import DataError
 from plugins.lines import flush
+from plugins.sealed_checkpoint.plan import checksum
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
@@ -52,16 +53,6 @@ def what_is(path: str | os.PathLike[str]) -> str:
 
 
 BLOCK, BLOCKS = 1 << 16, 256
-_CHUNK = 1 << 22
-
-
-def whole_digest(path: Path) -> str:
-    """Return the SHA-256 of all bytes of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as data:
-        while chunk := data.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def sampled_digest(path: Path) -> str:
@@ -70,7 +61,7 @@ def sampled_digest(path: Path) -> str:
     """
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:
-        return whole_digest(path)
+        return checksum(path)
     digest = hashlib.sha256()
     with path.open("rb") as data:
         for block in range(BLOCKS):

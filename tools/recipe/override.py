@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -55,16 +54,13 @@ class _Given:
         return [own, *(place for place in shared if not any(place[:end] in self.by for end in range(1, len(place))))]
 
 
-def apply_overrides(
-    recipe: dict[str, Any], overrides: Sequence[str], source: str | os.PathLike[str] | None = None
-) -> Recipe:
+def apply_overrides(recipe: dict[str, Any], overrides: Sequence[str]) -> Recipe:
     """Return a copy of `recipe` with every override ``"a.b=c"`` applied; an index selects an item of a list
     (``callbacks.2.prefix=x``).
 
     The value of an override is YAML (1e-3 is a number). A value that is shared through a YAML anchor changes at all its
     places, except inside a list that another override sets as a whole. A mapping as a value sets the keys that it
-    contains, one by one. `source` is the file that error messages name if `recipe` is a plain dict without a source.
-    Keys may be new only below `plugins`.
+    contains, one by one. Keys may be new only below `plugins`.
 
     Raises:
         RecipeError: an override has no '=', an unknown key, a value of another type, or a number that is impossible for
@@ -72,7 +68,6 @@ def apply_overrides(
             override a part of it.
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
-    result.source = result.source or os.fspath(source or "")
     given = _Given(recipe)
     for override in overrides:
         name, equals, text = override.partition("=")

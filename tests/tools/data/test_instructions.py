@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError
+from plugins.sealed_checkpoint.plan import checksum
 from tests.crashes import deaths
 from tools.data.cli import data
 from tools.data.instructions import INSTRUCTION, Options, instructions_of, write
 from tools.data.sources import Corpus, Skips, held_out
-from tools.files.atomic import whole_digest
 
 SOURCE = '''
 """A module's own docstring is no answer."""
@@ -173,4 +173,4 @@ def test_the_command_says_what_it_wrote(library, tmp_path):
     as_json = CliRunner().invoke(data, [*arguments, "--force", "--json"])
     summary = json.loads(as_json.stdout)
     assert [summary[split]["instructions"] for split in ("train", "heldout")] == counts
-    assert summary["train"]["sha256"] == whole_digest(Path(f"{prefix}.jsonl"))
+    assert summary["train"]["sha256"] == checksum(Path(f"{prefix}.jsonl"))

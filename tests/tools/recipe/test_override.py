@@ -114,10 +114,11 @@ def test_a_later_override_of_the_same_value_wins_only_if_it_agrees(recipe):
 
 def test_a_plain_dict_keeps_its_shared_objects(recipe):
     plain = copy.deepcopy(dict(recipe))
-    changed = apply_overrides(plain, ["train_dataset.data_loader.config.seed=1"], "x.yaml")
+    changed = apply_overrides(plain, ["train_dataset.data_loader.config.seed=1"])
     assert changed["train_dataset_task"]["dataset_config"]["data_loader"]["config"]["seed"] == 1
+    changed.source = "x.yaml"
     with pytest.raises(RecipeError, match=r"^x.yaml: --set nope:"):
-        apply_overrides(plain, ["nope=1"], "x.yaml")
+        apply_overrides(changed, ["nope=1"])
 
 
 @pytest.mark.parametrize(
