@@ -383,7 +383,8 @@ class _Member:
         self.process.join(timeout=60)
         code = self.process.exitcode
         return DataError(
-            f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"
+            f"a worker process died (exit code {code}); exit code -9 mostly means that the memory was full: try fewer "
+            "--workers"
         )
 
 
