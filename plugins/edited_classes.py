@@ -29,8 +29,8 @@ def edited(architectures: Any, plugin: str, classes: Mapping[str, str]) -> list[
     `architectures`.
 
     Args:
-        plugin: the key of the plugin, for the message; classes: the classes that the plugin can change: MindFormers'
-            class -> ours.
+        plugin: the key of the plugin, for the message.
+        classes: the classes that the plugin can change: MindFormers' class -> ours.
 
     Raises:
         RecipeError: the plugin cannot change one of these classes.

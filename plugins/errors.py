@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 UNRESOLVED = (
     "auto has not been replaced by a value yet: start the run with tc3 train, or write the value that `tc3 recipe "
@@ -25,8 +26,9 @@ class TC3Error(ValueError):
     """A `TC3Error` is the base class of every error that the user can correct.
 
     Args:
-        wrong: what is wrong, and what would be right. key: the key path of the wrong value (after its file, if it is
-            known), with which the message begins; empty if `wrong` is the whole message.
+        wrong: what is wrong, and what would be right.
+        key: the key path of the wrong value (after its file, if it is known), with which the message begins; empty if
+            `wrong` is the whole message.
     """
 
     def __init__(self, wrong: str = "", key: str = ""):
@@ -83,6 +85,23 @@ def refuse_unknown(
         if key not in names:
             near = did_you_mean(key, names) or (f"; known are {', '.join(names)}" if names else "; it has none")
             raise error(f"no such {what}{near}", f"{place}{key}")
+
+
+def read_text(path: Path, error: type[TC3Error], option: str = "") -> str:
+    """Return the text of a file that the user has named, with `option` in front of the file's name in messages.
+
+    Raises:
+        error: the file cannot be read, is not an ordinary file or is not in UTF-8.
+    """
+    try:
+        if path.is_file() or path.is_dir() or not path.exists():  # a pipe would be waited for
+            return path.read_text("utf-8-sig")
+        why = ", because it is not an ordinary file"
+    except UnicodeDecodeError as wrong:
+        why = f": byte {wrong.start + 1} is not UTF-8"
+    except OSError as wrong:
+        why = f" ({wrong.strerror})"
+    raise error(f"{option}{path}: the file cannot be read{why}")
 
 
 def not_json(error: Exception) -> str:

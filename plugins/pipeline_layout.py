@@ -93,10 +93,9 @@ def parse(text: str) -> list[str]:
                 "(...)*n for a group, which must not contain another group"
             )
         if letter not in LETTERS and letter != "|":
-            known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
+            known = ", ".join(f"{key} ({name})" for key, name in LETTERS.items())
             raise RecipeError(
-                f"layout {text!r}: the symbol {letter!r} is unknown; a layout consists of {known}, with | between "
-                "chunks"
+                f"layout {text!r}: the symbol {letter!r} is unknown; the symbols are {known} and | (between chunks)"
             )
     return unrolled.split("|")
 

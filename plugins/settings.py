@@ -27,7 +27,8 @@ def setting(default: Any, meaning: str, right: str = "", **limits: Any) -> Any:
 
     Args:
         default: the value if the key is not written; `MISSING` for a required key.
-        meaning: one phrase for docs and editors. right: the text for messages that says which values are right.
+        meaning: one phrase for docs and editors.
+        right: the text for messages that says which values are right.
         limits: `least`, `above` and `below` of a number; `choices`; `null`: whether null means the default; `bare`:
             (value, what YAML made it of); `parse`: a function that returns the value, or raises RecipeError without a
             key; `change`: (group, phrase) for `tc3 recipe diff`, if it is not that of the section.

@@ -89,7 +89,9 @@ def deaths(act, fresh, error=None):
     """Yield for each operation of `act` the folder that it leaves when it dies there, and a text that says where.
 
     Args:
-        act: gets the folder; fresh: a function that makes a new folder; error: as in `dies_at`.
+        act: a function that gets the folder.
+        fresh: a function that makes a new folder.
+        error: as in `dies_at`.
     """
     for number in count():
         folder = fresh()

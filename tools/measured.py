@@ -44,12 +44,16 @@ class Manifest:
     """A `Manifest` describes the content of a bundle, which is the file with the results of `tc3 firsthour`.
 
     Args:
-        format: the format of the bundle. made: the date and time in UTC.
-        device: name of the devices, such as "910B3" or "CPU". devices: number of them.
+        format: the format of the bundle.
+        made: the date and time in UTC.
+        device: the name of the devices, such as "910B3" or "CPU".
+        devices: the number of devices.
         simulated: whether a simulated cluster made the numbers, which then no card may claim.
         names: "plain", or "hashed" if names of hosts were replaced by digests.
-        recipe: the path of the recipe. digest: the digest of the flat recipe.
-        versions: software -> version. verdict: the verdict of `tc3 firsthour` on the cluster.
+        recipe: the path of the recipe.
+        digest: the digest of the flat recipe.
+        versions: software -> version.
+        verdict: the verdict of `tc3 firsthour` on the cluster.
         files: name -> {"sha256", "bytes"} of every other file.
     """
 
@@ -148,7 +152,8 @@ class _Hidden:
     """A `_Hidden` replaces the names of hosts in values.
 
     Args:
-        hosts: old name -> new name. replaced: returns a text with the names replaced.
+        hosts: old name -> new name.
+        replaced: returns a text with the names replaced.
     """
 
     hosts: Mapping[str, str]

@@ -62,12 +62,14 @@ class Proposal:
     """A `Proposal` is a proposed change of a recipe, with its predicted memory and step time.
 
     Args:
-        name: the change in words; keys: the new values by dotted key.
-        peak: the bytes of the fullest stage, predicted from these keys; freed: the bytes that this saves.
-        step_s: seconds of a step; None if the estimator cannot predict them, as with adapters. slower: over the
-            recipe's own - 1.
+        name: the change in words.
+        keys: the new values by dotted key.
+        peak: the bytes of the fullest stage, predicted from these keys.
+        freed: the bytes that the change saves.
+        step_s: the seconds of a step; None if the estimator cannot predict them, as with adapters.
+        slower: `step_s` divided by the recipe's own seconds of a step, minus 1.
         fit: one of `FITS`, `UNKNOWN` (within the model's known error) and `DOES_NOT_FIT`.
-        refused: what `tc3 check` finds wrong with it and not with the recipe; "" where nothing.
+        refused: the fault that `tc3 check` finds with the change but not without it; "" if there is none.
     """
 
     name: str
@@ -199,10 +201,10 @@ def _flat(nested: Mapping[str, Any], callbacks: Sequence[Any], path: tuple[str |
 
 _PARTS = (*STATIC, "activations", "working", "buffers", "peak")
 _LEGEND = (
-    "weights and Adam's state in fp32; accumulated: gradients; gathered: weights as they compute; activations: kept for"
-    " backward; working: what one pass needs on top; buffers: of communication; peak: the fullest moment, in a pass or"
-    " in the update after them, which needs divided gradients in place of gathered, activations and working"
-    " (docs/memory.md)"
+    "weights and Adam's state in fp32; accumulated: gradients; gathered: weights in the compute type; activations:"
+    " kept for the backward pass; working: further memory of one pass; buffers: for communication; peak: the fullest"
+    " moment, in a pass or in the optimizer's update, which needs divided gradients instead of gathered, activations"
+    " and working (docs/memory.md)"
 )
 _OWNERS = 8  # lines of a peak's owners
 _PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
@@ -239,7 +241,8 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
     low, high = report["known_error"]
     console.print(f"{name} on one device, modelled. {_LEGEND}", style="dim")
     console.print(
-        f"Published runs were predicted {low:+.1%} to {high:+.1%} off; none of them is MindFormers' or on Ascend.",
+        f"Predictions of published runs are {low:+.1%} to {high:+.1%} off; none of these runs used MindFormers or "
+        "Ascend.",
         style="dim",
     )
     console.print(f"room: {report['room']['words']}, by {report['room']['source']}")
@@ -282,9 +285,9 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
     if fits:
         console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:
-        console.print("nothing that this model knows frees memory here")
+        console.print("no change that this command knows frees memory here")
     if not fits and not any(row["fit"] == FITS and not row["refused"] for row in proposals):
-        console.print("no change that was tried surely makes it fit: tc3 search looks at every layout on these devices")
+        console.print("none of the tried changes surely makes the recipe fit; tc3 search tries every layout")
     if not proposals:
         return
     unit, size = unit_of(max(row["peak"] for row in proposals))
@@ -300,8 +303,8 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
         table.add_row(*sizes, fit, f"{row['name']}\n{keys}" + (f"\n  {row['refused']}" if row["refused"] else ""))
     console.print(table)
     console.print(
-        "Each row was predicted anew from its keys and given to tc3 check; step time is modelled, over its own."
-        " Not predicted and so not proposed: swapping to the host, optimizer_level: level3.",
+        "Each row was predicted from its keys and checked by tc3 check. The step time is modelled, relative to the"
+        " recipe's own. Swapping to the host and optimizer_level: level3 are not predicted, and so not proposed.",
         style="dim",
     )
 
@@ -375,11 +378,11 @@ def memory(
 
     tc3 dryrun gives the exact bytes of MindSpore's compiled graph, in minutes.
 
-    The table is of even loads; below it stands up to which load of the fullest device the recipe fits, and how many
-    steps of the given loads need more.
+    The table assumes even loads. The text below the table says up to which load of the fullest device the recipe fits,
+    and how many steps of the given loads need more memory.
 
-    Exit codes: 0 it fits; 1 it does not, also only at some step of --loads, or the model's known error leaves it open;
-    2 a wrong input.
+    Exit codes: 0 the recipe fits; 1 it does not fit (also if only at some steps of --loads), or the model's known error
+    is too large to say whether it fits; 2 a wrong input.
     """
     if picture:
         check_form(picture)

@@ -326,8 +326,8 @@ class Adapters:
     """An `Adapters` describes the LoRA adapters that `plugins.lora` trains while all other weights are frozen.
 
     Args:
-        rank: the rank of each adapter. adapted: for each linear layer the names of its `weights`, which MindFormers has
-            in one matrix.
+        rank: the rank of each adapter.
+        adapted: for each linear layer the names of its `weights`, which MindFormers has in one matrix.
     """
 
     rank: int

@@ -187,8 +187,8 @@ class Start:
     help=(
         "auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
         "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint. "
-        "With DIR only, the run leaves what it has saved after DIR; the same command started again goes on from the "
-        "newest checkpoint."
+        "With DIR only, the run ignores its checkpoints that are newer than DIR; if the same command is started again, "
+        "it continues from the newest checkpoint."
     ),
 )
 @click.option(

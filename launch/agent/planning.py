@@ -274,7 +274,7 @@ def make_plan(
     now: float = 0.0,
 ) -> Plan:
     """Return the plan of attempt `number` on `hosts`; with `again`, the attempt begins from the newest complete
-    checkpoint if one exists, unless the user has named another one since.
+    checkpoint if one exists, unless the user has meanwhile named another checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, although the run has started from a checkpoint before.

@@ -91,8 +91,9 @@ def judge_fit(seconds: float, after: Mapping[str, float], fitted: Sequence[str],
     """Return the findings about the fit of the estimator's terms to the measurements.
 
     Args:
-        seconds: the seconds of the measured step. after: its terms with the fitted efficiencies, which are `fitted`.
-        memory: the fitted terms; None if they could not be told, for which `why_no_memory` is the reason.
+        seconds: the seconds of the measured step.
+        after: the predicted terms of this step with the fitted efficiencies, whose names are `fitted`.
+        memory: the fitted terms of memory; None if they are unknown, for the reason `why_no_memory`.
     """
     off = sum(after.values()) / seconds - 1
     words = f"{len(fitted)} efficiencies fitted ({', '.join(fitted)}); the model's step is {off:+.2%} off"

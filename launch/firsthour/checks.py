@@ -34,9 +34,12 @@ class HourCheck:
     """An `HourCheck` is one check of a new cluster by `tc3 firsthour`.
 
     Args:
-        share: the share of the budget. needs: the earlier checks whose results it uses. essential: whether no run may
-            start while it is unknown.
-        asks: the question that it answers. gate: the condition under which it is ok. remedy: how to mend a failure.
+        share: the check's share of the budget.
+        needs: the earlier checks whose results this check uses.
+        essential: whether no run may start while this check's result is unknown.
+        asks: the question that the check answers.
+        gate: the condition under which the result is ok.
+        remedy: how to mend a failure.
     """
 
     name: str
@@ -104,8 +107,11 @@ class Finding:
     """A `Finding` is one result of a check of a new cluster, such as a slow disk on one host.
 
     Args:
-        where: the host; "" if the finding is not about a single host. device: the device's number on the host, or None.
-        what: the name of the checked item. seen: the result in words. remedy: how to mend it; "" if nothing is wrong.
+        where: the host; "" if the finding is not about a single host.
+        device: the device's number on the host, or None.
+        what: the name of the checked item.
+        seen: the result in words.
+        remedy: how to mend the fault; "" if nothing is wrong.
     """
 
     verdict: Verdict
@@ -263,7 +269,8 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     and software.
 
     Args:
-        key: the values on which outcomes depend. again: whether earlier outcomes are deleted.
+        key: the values on which outcomes depend.
+        again: whether earlier outcomes are deleted.
 
     Raises:
         DataError: the folder holds the outcomes of another recipe, or of other software.

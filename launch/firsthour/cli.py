@@ -144,7 +144,7 @@ def firsthour_command(
     judges, and a remedy (docs/first-hour.md). An item that cannot be judged is unknown, never ok. On a host without
     NPUs the command is a rehearsal, in which the CPU is the device.
 
-    Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted, to be resumed by the same command.
+    Exit codes: 0 go, or go with remedies; 1 no go; 2 a wrong input; 130 interrupted (the same command goes on).
     """
     from launch.firsthour.npu import hour_of
     from launch.firsthour.plan import as_text, plan_of
@@ -358,7 +358,7 @@ def _write_claim(bundle: Bundle, recipe: Path, card: Path, dry_run: bool) -> str
 def card(bundle: Path, recipe: Path, dry_run: bool) -> None:
     """Add the measurements in BUNDLE to the model card of RECIPE's folder, as a claim.
 
-    Exit codes: 0 written; 2 a bundle that may not be claimed: of another recipe, simulated, or without a go.
+    Exit codes: 0 written; 2 the bundle is of another recipe, is simulated, or does not have the verdict `go`.
     """
     found = read_bundle(bundle, recipe)
     if found.manifest.verdict == NO_GO:

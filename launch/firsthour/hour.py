@@ -63,8 +63,9 @@ class Hour:
     """An `Hour` runs the checks of `tc3 firsthour` with a recipe on this machine.
 
     Args:
-        recipe: the file of the recipe. work: folder of everything that the checks write. nodes: file of hosts, or None
-            for this host.
+        recipe: the file of the recipe.
+        work: folder of everything that the checks write.
+        nodes: file of hosts, or None for this host.
     """
 
     recipe: Path

@@ -85,7 +85,8 @@ class Cluster:
 
     Args:
         noise: relative standard deviation of each measurement.
-        efficiency: name -> planted value, of `tools.estimate.efficiency`. memory: planted terms of memory.
+        efficiency: name -> planted value, of `tools.estimate.efficiency`.
+        memory: planted terms of memory.
         defects: each with `what`, `node`, and the keys of `DEFECTS`.
     """
 

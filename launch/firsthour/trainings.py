@@ -38,7 +38,8 @@ def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:
 
     Args:
         content: "golden": a line for each number that differs, "without_golden_numbers": runs that have none, "steps",
-            "rows" and "passed", as tc3 accuracy equivalence --json prints them. known: name of the golden file, or "".
+            "rows" and "passed", as tc3 accuracy equivalence --json prints them.
+        known: name of the golden file, or "".
     """
     if content["golden"]:
         first, *rest = content["golden"]
@@ -80,8 +81,9 @@ def judge_resume(wanted: Mapping[str, float], got: Mapping[str, float], killed: 
     """Return the finding about a run that was killed and resumed.
 
     Args:
-        wanted, got: step -> loss, without and with the kill. killed: last step before the kill. save: the step of the
-            checkpoint from which the run went on; 0 if it began anew.
+        wanted, got: step -> loss, without and with the kill.
+        killed: the last step before the kill.
+        save: the step of the checkpoint from which the run went on; 0 if it began anew.
     """
     if not save:
         return [Finding("fail", "resume", "the run began anew, instead of going on from a checkpoint", remedy=RESUME)]

@@ -84,8 +84,8 @@ def judge_variants(variants: Sequence[Variant], seconds: Mapping[str, float | No
     """Return a finding for each key whose values were measured.
 
     Args:
-        seconds: name of the run -> seconds of a step, or None if the variant did not train. file: the file of the
-            overlay.
+        seconds: name of the run -> seconds of a step, or None if the variant did not train.
+        file: the file of the overlay.
     """
     found = []
     for key in dict.fromkeys(one.key for one in variants):

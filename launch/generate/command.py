@@ -77,8 +77,8 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         recipe_file: the model's recipe; None for that of the run to which `path` belongs.
 
     Raises:
-        CheckpointError: there are no weights, incomplete ones, or those of another model. RecipeError: there is no
-            recipe, or its model cannot run in one CPU process.
+        CheckpointError: there are no weights, incomplete ones, or those of another model.
+        RecipeError: there is no recipe, or its model cannot run in one CPU process.
     """
     if (path / RECIPE).is_file() and not any(path.glob("*.safetensors")):
         recipe_file = recipe_file or path / RECIPE
@@ -251,9 +251,9 @@ def generate(
 ) -> None:
     """Generate text with a small trained model, to see what it has learnt.
 
-    RUN is a run's folder (its newest complete checkpoint is used), CHECKPOINT one iteration of any layout, other
-    weights in MindFormers' names, or a Hugging Face folder. Each token is the most probable one, unless --temperature,
-    --top-k, --top-p or --seed ask for sampling.
+    RUN is a run's folder, whose newest complete checkpoint is used. CHECKPOINT is an iteration in any layout, a folder
+    of other weights in MindFormers' names, or a Hugging Face folder. Each token is the most probable one, unless
+    --temperature, --top-k, --top-p or --seed ask for sampling.
     """
     require_verified()
     how = sampling_of(temperature, top_k, top_p, seed)
@@ -300,8 +300,10 @@ class Voice:
     """A `Voice` holds a running model and its tokenizer, and generates the continuations of texts.
 
     Args:
-        logits: the logits of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether
-            prompt and text are printed while they come.
+        logits: the logits of the model.
+        window: the number of tokens that the model sees.
+        most: the largest number of tokens of an answer.
+        aloud: whether the prompt, and the text while it is generated, are printed.
     """
 
     def __init__(self, logits: Logits, tokenizer: Tokenizer, window: int, most: int, aloud: bool):

@@ -50,8 +50,8 @@ def continuation(
 
     Args:
         logits: returns the logits, float [V], of the token after ids [n], 1 <= n <= `window`.
-        choose: a function that returns a token's id from logits. window: how many tokens the model sees; older tokens
-            are dropped.
+        choose: a function that returns a token's id from logits.
+        window: how many tokens the model sees; older tokens are dropped.
         end: the id that ends a document; None if no id does.
     """
     ids = list(prompt)
@@ -68,8 +68,8 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
     with `weights`. A line on stderr reports that the model is being built.
 
     Raises:
-        CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process
-            failed.
+        CheckpointError: the weights are not the model's, or the recipe not one for CPU.
+        ClickException: the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="tc3-generate-") as folder, terminate_as_interrupt():
         place, file = Path(folder), Path(folder) / "recipe.yaml"

@@ -123,7 +123,8 @@ class Spoken:
     character is complete.
 
     Args:
-        coder: the tokenizer of the ids. before: ids after which the text begins; they are not repeated.
+        coder: the tokenizer of the ids.
+        before: ids after which the text begins; they are not repeated.
     """
 
     def __init__(self, coder: Coder, before: Sequence[int]):

@@ -110,7 +110,8 @@ def reader(weights: Path, recipe: Recipe) -> Reader:
     order.
 
     Args:
-        weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: the recipe of its model.
+        weights: an iteration of a run in any layout, or a Hugging Face folder.
+        recipe: the recipe of the weights' model.
 
     Raises:
         CheckpointError: not whole, or not of this model; the function raises it for what is missing.

@@ -73,7 +73,9 @@ def find_checkpoint(
     Print for each checkpoint that is skipped the reason why.
 
     Args:
-        resume: `auto`, or a folder; root: the root of the run's own iterations; unfit: see `scan_checkpoints`.
+        resume: `auto`, or a folder.
+        root: the root of the run's own iterations.
+        unfit: see `scan_checkpoints`.
         otherwise: the folder from which the run began, which `auto` takes if there is no other checkpoint.
 
     Raises:
@@ -120,9 +122,9 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     saved = [span.step for span in spans if span.sealed and span.end > began_anew]
     if saved and not any(chain(iterations(root), root.glob(f"{ASIDE}*"), unfinished(root))):
         raise CheckpointError(
-            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount its disk, "
-            "or name the folder from before in checkpoint.save_path, or a checkpoint with --resume DIR, or start a new "
-            "run with another --run-dir"
+            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount the disk "
+            "of the checkpoints, name their folder in checkpoint.save_path, name a checkpoint with --resume DIR, or "
+            "start a new run with another --run-dir"
         )
     last = plans[-1] if plans and not spiked else None
     if last and last.resume:
@@ -222,7 +224,7 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     """
     stored = _recipe_of_run(recipe, run_dir, checkpoint.path)
     if not stored.exists():
-        click.echo(f"{stored} is missing: whether the order of the data stays the same cannot be told", err=True)
+        click.echo(f"{stored} is missing, so it is unknown whether the order of the data stays the same", err=True)
         return
     before = load_recipe(stored)
     own = made(checkpoint.path).get("skipped")

@@ -395,7 +395,7 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
         raise CheckpointError(
             f"checkpoint.load_path: {folder}: the weights have LoRA adapters that do not fit {LORA} of this recipe, so "
             f"the run would begin without them: {_listed(wrong)}; write {LORA} as in the recipe that trained them, or "
-            f"merge the adapters ({_how_to_merge(folder)}) and start the run from TO"
+            f"merge the adapters ({_how_to_merge(folder)}) and start the run from the folder TO"
         )
     if adapters and (before := recipe_of_run(folder)):
         refuse_other_scale(before, recipe, folder)
@@ -413,7 +413,8 @@ def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
     step on; no checkpoint holds the factor.
     """
     if wrong := other_scale(before, recipe, str(folder)):
-        raise CheckpointError(f"{wrong}, or merge the adapters ({_how_to_merge(folder)}) and start a new run from TO")
+        merge = f"merge the adapters ({_how_to_merge(folder)}) and start a new run from the folder TO"
+        raise CheckpointError(f"{wrong}, or {merge}")
 
 
 def _how_to_merge(folder: Path) -> str:

@@ -251,7 +251,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
         *(start if cluster.nodes > 1 else []),
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),",
         "# BIND (yes, or no: workers get no cores of their own).",
-        "# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.",
+        "# Exit code: 0 trained, 1 failed (its log says why), 2 correct something here first, 130 or 143 interrupted.",
         "set -euo pipefail",
         "",
     ]

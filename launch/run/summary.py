@@ -268,9 +268,10 @@ def words_to_go_on(
     command has the option `--steps` and no override that contradicts this option.
 
     Args:
-        begin: the command's first words. named: whether `run_dir` has to be said, for it is not the usual one.
+        begin: the command's first words.
+        named: whether the command must name `run_dir`, because it is not the default folder.
         recipe: the run's effective recipe.
-        change: an override that takes the place of what stands for its key; may be empty.
+        change: an override that replaces the override of the same key in `overrides`; may be empty.
     """
     overrides = tuple(apart(beside_steps(recipe, steps, overrides), change.partition("=")[0], LOAD_PATH, SAVE_PATH))
     if change:

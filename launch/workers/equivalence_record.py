@@ -33,7 +33,8 @@ class EquivalenceRecord(Callback):
     those after reduction and clipping.
 
     Args:
-        run_dir: the run's folder; betas: the optimizer's.
+        run_dir: the run's folder.
+        betas: the betas of the optimizer.
     """
 
     def __init__(self, run_dir, betas, **kwargs):

@@ -45,7 +45,8 @@ class FirstStep:
     The record also holds this rank's index in each group as MindSpore uses it, by which MindSpore slices weights.
 
     Args:
-        collectives: the collectives of this rank. file: the file of the record.
+        collectives: the collectives of this rank.
+        file: the file of the record.
     """
 
     def __init__(self, collectives: Collectives, file: Path):

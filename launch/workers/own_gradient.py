@@ -25,8 +25,9 @@ class OwnGradient(Callback):
     first moment, m' = beta1 * m + (1 - beta1) * g, so it is the gradient after reduction and clipping.
 
     Args:
-        weight: the name of the weight. run_dir: the run's folder; a rank that has the weight writes
-            equivalence/gradient_rank_N.json, a list. beta1: the optimizer's.
+        weight: the name of the weight.
+        run_dir: the run's folder; a rank that has the weight writes equivalence/gradient_rank_N.json, a list.
+        beta1: the first beta of the optimizer.
     """
 
     def __init__(self, weight, run_dir, beta1, **kwargs):

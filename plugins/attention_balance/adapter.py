@@ -132,7 +132,9 @@ def trained_items(order: np.ndarray, trained: int, skipped: Ranges, available: i
     items of the dataset take the places of the samples that are left out.
 
     Args:
-        order: see `order_of`; trained: how many samples the run trains; skipped: as in `Schedule`.
+        order: see `order_of`.
+        trained: how many samples the run trains.
+        skipped: as in `Schedule`.
         available: the number of items, of which those behind the end of `order` follow in their own order.
     """
     if not skipped:

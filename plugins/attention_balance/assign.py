@@ -83,10 +83,11 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
        on the clock).
 
     Args:
-        weights: int64 [rows, items], at least 0; items is a multiple of `parts`, and items times the
-            largest weight below 2^62.
+        weights: int64 [rows, items], at least 0; items is a multiple of `parts`, and items times the largest weight
+            below 2^62.
         parts: number of parts.
-        by_item: if False, step 1 always deals round by round. swap: if False, step 2 is left out.
+        by_item: if False, step 1 always deals round by round.
+        swap: if False, step 2 is left out.
 
     Returns:
         int64 [rows, parts, items / parts]: indices into a row. The result of a row depends only on that row.
@@ -181,10 +182,12 @@ def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
 
 
 def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each pair of parts, two items whose weights differ by nearly `wanted`.
+    """Return for each pair of parts an item of `heavy`, an item of `light` and the difference of their weights, which
+    is nearly `wanted`: three arrays int64 [pairs].
 
-    heavy, light: int64 [pairs, size]; wanted: int64 [pairs], at least 0.
-    Returns give (of heavy), take (of light), and the difference: int64 [pairs].
+    Args:
+        heavy, light: int64 [pairs, size], the weights of the items.
+        wanted: int64 [pairs], at least 0.
     """
     pairs, size = heavy.shape
     top = int(max(heavy.max(), light.max())) + 1
@@ -224,8 +227,9 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
     Args:
         costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
-        ranks: data-parallel ranks. micro_batches: the number of micro-batches of a step. slots: samples of a rank's
-            micro-batch.
+        ranks: data-parallel ranks.
+        micro_batches: the number of micro-batches of a step.
+        slots: samples of a rank's micro-batch.
         objective: the points at which ranks wait for each other.
 
     Returns:

@@ -106,8 +106,10 @@ def best_order(times: np.ndarray, stages: int, forward_share: float) -> np.ndarr
 class Objective:
     """An `Objective` is the step-time model that a plan minimises.
 
-    ranks_per_barrier: data-parallel ranks that wait for each other in every micro-batch;
-    stages: pipeline stages; forward_share: the share of a micro-batch's time that its forward pass takes.
+    Args:
+        ranks_per_barrier: the number of data-parallel ranks that wait for each other in every micro-batch.
+        stages: the number of pipeline stages.
+        forward_share: the share of a micro-batch's time that its forward pass takes.
     """
 
     ranks_per_barrier: int

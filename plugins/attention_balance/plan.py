@@ -66,9 +66,12 @@ def deal(costs: np.ndarray, unit: int) -> np.ndarray:
 class Layout:
     """A `Layout` describes how the samples of a step are divided among ranks, micro-batches and slots.
 
-    ranks: data-parallel ranks; micro_batches: the number of micro-batches of a step on each rank; slots: samples of a
-        rank's micro-batch;
-    objective: where ranks wait; window: global batches whose samples may change places (1: none, the default).
+    Args:
+        ranks: the number of data-parallel ranks.
+        micro_batches: the number of micro-batches of a step on each rank.
+        slots: the number of samples of a rank's micro-batch.
+        objective: the points at which ranks wait for each other.
+        window: the number of consecutive global batches among which samples may move; 1: samples keep their step.
     """
 
     ranks: int
@@ -129,9 +132,10 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
 class Balance:
     """A `Balance` holds step times, float64 [steps], each divided by the time of an evenly loaded step; 1 is perfect.
 
-    before: the times without the plugin; after: the times with the plan; bound: no assignment of these samples to the
-    same steps is shorter (with a window the samples change steps, so a step may lie below the bound of its old
-    samples).
+    Args:
+        before: the times without the plugin.
+        after: the times with the plan.
+        bound: a lower bound on the times if every sample stays in its step; with a window a step may be faster.
     """
 
     before: np.ndarray
@@ -202,7 +206,7 @@ class Settings(Section):
 
     window: int = setting(
         1,
-        "global batches whose samples may change steps; 1: none",
+        "number of consecutive global batches among which samples may move; 1: each sample keeps its step",
         "write a number of steps, 1 to keep each step's own samples",
         least=1,
         change=("numbers", "samples change steps where it is above 1"),
@@ -247,9 +251,13 @@ read = Settings.read
 class Schedule:
     """A `Schedule` holds the data that a loader needs to put its samples in balanced order.
 
-    layout: how a step is divided; cost: the cost of a sample; gathered: as in `plan.delivery_order`;
-    eod_pad_length: entries of the compressed mask, None with a full mask; padding: those that must stay padding;
-    skipped: the places in the balanced order that `plugins.spike_guard` leaves out.
+    Args:
+        layout: the division of a step.
+        cost: the cost of a sample.
+        gathered: as in `plan.delivery_order`.
+        eod_pad_length: the number of entries of the compressed mask; None with a full mask.
+        padding: the number of these entries that must stay padding.
+        skipped: the places in the balanced order that `plugins.spike_guard` leaves out.
     """
 
     layout: Layout

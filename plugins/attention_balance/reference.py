@@ -116,7 +116,9 @@ def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> 
 def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens and of attending token pairs of each context-parallel rank, counted token by token.
 
-    segments: tokens of each document; ranges: for each rank [n, 2] as in `ContextPlan`.
+    Args:
+        segments: the number of tokens of each document.
+        ranges: for each rank [n, 2], as in `ContextPlan`.
     """
     keys = [offset + 1 for length in segments for offset in range(length)]
     tokens = [[token for start, stop in own for token in range(start, stop)] for own in ranges]

@@ -257,7 +257,9 @@ class Cost:
     """A `Cost` is the cost of training a sample, computed from the model's sizes (`unit` is "FLOP") or measured (`unit`
     is "s").
 
-    per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
+    Args:
+        per_pair: the cost of each attending pair of tokens.
+        per_token: the cost of each token.
     """
 
     per_pair: float
@@ -280,7 +282,8 @@ def documents_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool
     """Return whether the recipe's attention masks prevent tokens from attending to other documents of the same sample.
 
     Args:
-        config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
+        config: `train_dataset.data_loader.config` of a Megatron loader.
+        model: `model.model_config`.
     """
     full = config.get("reset_attention_mask") and config.get("create_attention_mask", True)
     return bool(config.get("create_compressed_eod_mask") or (full and not model.get("use_attn_mask_compression")))
@@ -340,8 +343,8 @@ def check_fits(
     over an unfinished mask); with more documents it raises an error in the step that reads the sample.
 
     Args:
-        documents: [samples], the number of documents of each sample, in the order of training. batch: the number of
-            samples in a step.
+        documents: [samples], the number of documents of each sample, in the order of training.
+        batch: the number of samples in a step.
         padding: the number of entries that must stay padding (`padding_under`).
         items: [samples], the numbers of the samples in the data; None: they are trained in this order.
 

@@ -61,8 +61,8 @@ class Steps:
     """A `Steps` is a random-access dataset whose items are the batches of a data-parallel rank, one for each step.
 
     Args:
-        source: the samples of all ranks by number, each a tuple of arrays. rank, ranks: the data-parallel rank and the
-            number of these ranks.
+        source: the samples of all ranks by number, each a tuple of arrays.
+        rank, ranks: the data-parallel rank and the number of these ranks.
         total: the number of samples of the run.
         join: builds the columns of a batch from the columns of the samples, as MindFormers' `per_batch_map` does.
     """
@@ -118,8 +118,8 @@ class Stage:
     step and in the callbacks.
 
     Attributes:
-        samples: the number of samples in a step, 0 before the first step. division: the division of these samples over
-            ranks and micro-batches.
+        samples: the number of samples in a step, 0 before the first step.
+        division: the division of these samples over ranks and micro-batches.
         by_sample: whether routers know the number of samples, as those of `plugins.cpu_backend` do; MindFormers' own
             routers only know the number of ranks.
     """
@@ -198,7 +198,8 @@ class BySamples(LearningRateSchedule):
     the steps.
 
     Args:
-        schedule: MindFormers' schedule of the recipe. ramp: the ramp of the run.
+        schedule: MindFormers' schedule of the recipe.
+        ramp: the ramp of the run.
     """
 
     def __init__(self, schedule: LearningRateSchedule, ramp: Ramp):

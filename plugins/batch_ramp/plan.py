@@ -85,8 +85,8 @@ class Ramp:
     """A `Ramp` converts between steps and samples of a run whose global batch grows.
 
     Attributes:
-        stages: (last step, samples in a step) of each stage; both numbers grow. full: the number of samples in a step
-            after the last stage.
+        stages: (last step, samples in a step) of each stage; both numbers grow.
+        full: the number of samples in a step after the last stage.
     """
 
     stages: Stages
@@ -156,11 +156,13 @@ class Division:
     """A `Division` says how the samples of a step are divided over ranks and micro-batches.
 
     Attributes:
-        ranks: the number of data-parallel ranks; micro: the number of samples in a micro-batch of one rank;
-            micro_batches: the number of micro-batches in a step with the recipe's own batch; pipeline: the number of
-            pipeline stages; whole: whether the step of a rank is a single batch of any size, because the model is not
-            split over devices (MindFormers then does not accumulate gradients); scheduler: the name of the pipeline's
-            schedule.
+        ranks: the number of data-parallel ranks.
+        micro: the number of samples in a micro-batch of one rank.
+        micro_batches: the number of micro-batches in a step with the recipe's own batch.
+        pipeline: the number of pipeline stages.
+        whole: whether the step of a rank is a single batch of any size, because the model is not split over devices
+            (MindFormers then does not accumulate gradients).
+        scheduler: the name of the pipeline's schedule.
     """
 
     ranks: int

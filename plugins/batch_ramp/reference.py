@@ -12,7 +12,8 @@ def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[
     do not fill a step are not trained.
 
     Args:
-        stages: (last step, samples of a step) of each stage. full: samples of a step after the last stage.
+        stages: (last step, samples of a step) of each stage.
+        full: samples of a step after the last stage.
     """
     left, steps = list(range(samples)), list[list[int]]()
     while True:

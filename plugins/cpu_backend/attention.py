@@ -49,7 +49,9 @@ def document_attention(
     """Return causal softmax(Q K^T * scale) V within each document, and the log-sum-exp of the scores.
 
     Args:
-        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv], N heads in G groups (`grouped_query`);
+        query: [S, B, N, D].
+        key: [S, B, G, D].
+        value: [S, B, G, Dv], N heads in G groups (`grouped_query`).
         breaks: [B, S - 1], see `document_blocks`.
 
     Returns:
@@ -165,8 +167,9 @@ class CoreAttention(nn.Cell):
     S, so it is meant for mini recipes (small versions for CPU).
 
         Inputs:
-            query: [S, B, N, D] or [S, B, N * D]; key: [S, B, G, D] or [S, B, G * D]; value: as key, but with Dv
-            instead of D. G is N, or `num_query_groups` of grouped-query attention;
+            query: [S, B, N, D] or [S, B, N * D].
+            key: [S, B, G, D] or [S, B, G * D]; G is N, or `num_query_groups` of grouped-query attention.
+            value: as key, but with Dv instead of D.
             attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
 
         Outputs:

@@ -124,9 +124,9 @@ class ExchangeCounts(nn.Cell):
         self.one = Tensor(np.ones(self.size), ms.int32)
 
     def construct(self, counts):
-        """Return how many rows this rank sends to each of n members, int32 [n], receives from each member, int32 [n],
-        and receives of each of m kinds, int32 [m]. The argument `counts`, int32 [n, m], holds the number of rows that
-        this rank sends, by member and kind.
+        """Return three counts of rows: sent to each of n members, int32 [n]; received from each member, int32 [n]; and
+        received of each of m kinds, int32 [m]. The argument `counts`, int32 [n, m], holds the number of rows that this
+        rank sends, by member and kind.
         """
         counts = ops.stop_gradient(counts)
         arriving = self.move(counts, self.one, self.one, counts)

@@ -1,5 +1,5 @@
-"""This module numbers the Python functions that a MindSpore graph calls (`ops.Custom`). A function has the same number
-in every process, so that a process can load a graph that another process compiled.
+"""This module gives a number to each Python function that a MindSpore graph calls through `ops.Custom`. A function has
+the same number in every process, so that a process can load a graph that another process compiled.
 
 MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
 Another process that loads this graph would look for a wrong address. In this module a function's number is a digest of
@@ -125,7 +125,7 @@ def names_in(graph: bytes) -> set[str] | None:
 
 def require(rank: int) -> None:
     """Refuse the cached graphs that this worker is about to load if they call a Python function that the worker has not
-    registered. Call this after the network was built and before anything is compiled.
+    registered. This function must be called after the network was built and before a graph is compiled.
 
     Raises:
         ClusterError: the graph calls such a function; the message names it.

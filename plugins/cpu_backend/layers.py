@@ -91,7 +91,9 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Sort the (token, choice of expert) pairs by expert; the pairs of one expert keep the order of their tokens.
 
         Args:
-            tokens: [1, N, h]; probs: [1, N, k]; routing_map: int32 [1, N, k], the chosen experts.
+            tokens: [1, N, h].
+            probs: [1, N, k].
+            routing_map: int32 [1, N, k], the chosen experts.
             ffn_num_tokens_per_expert: not used (expert relocation is refused on CPU by MindFormers).
 
         Returns:
@@ -185,7 +187,8 @@ class GroupedExperts(FFNGroupedGEMM):
         Args:
             permuted_local_hidden_states: [rows, h], sorted by expert.
             tokens_per_expert: int32 [E], cumulative counts.
-            w1: [E, h, 2H], gate then up; w2: [E, H, h].
+            w1: [E, h, 2H], gate then up.
+            w2: [E, H, h].
 
         Returns:
             [rows, h].

@@ -50,10 +50,11 @@ class Frame:
     """A `Frame` is one message of an exchange: the array that one rank sends to another rank.
 
     Attributes:
-        tag: the number of the conversation; number: the number of the exchange in this conversation, from 0;
-        dtype: NumPy's name of it ("float32", "bfloat16"), native byte order;
-        shape: the shape of the array, at most `MAX_AXES` axes;
-        payload: [nbytes] uint8, the array in C order;
+        tag: the number of the conversation.
+        number: the number of the exchange in this conversation, from 0.
+        dtype: NumPy's name of it ("float32", "bfloat16"), native byte order.
+        shape: the shape of the array, at most `MAX_AXES` axes.
+        payload: [nbytes] uint8, the array in C order.
         note: the sender's name of the exchange, for messages and for comparison; at most `MAX_NOTE` bytes.
     """
 
@@ -145,9 +146,11 @@ class Call:
     """A `Call` records the frames for which one call of an exchange on this rank still waits.
 
     Attributes:
-        where: the name of the call in messages; tag: its conversation; named: whether other ranks use the same name;
-        numbers: peer -> the number of the frame that is due from it;
-        unsent, missing: the peers to which the frame has not been sent, and the peers from which no frame has arrived;
+        where: the name of the call in messages.
+        tag: its conversation.
+        named: whether other ranks use the same name.
+        numbers: peer -> the number of the frame that is due from it.
+        unsent, missing: the peers to which the frame has not been sent, and the peers from which no frame has arrived.
         arrived: the parts that have arrived.
     """
 

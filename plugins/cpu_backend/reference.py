@@ -28,8 +28,11 @@ def attention(query, key, value, mask, scale):
     """Return softmax(Q K^T * scale, masked) V, computed head by head.
 
     Args:
-        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, Dv]; mask: [B, 1, S, S], 1 where forbidden. Each of
-            the G heads of keys and values is repeated for the N / G query heads that share it.
+        query: [S, B, N, D].
+        key: [S, B, G, D].
+        value: [S, B, G, Dv].
+        mask: [B, 1, S, S], 1 where forbidden. Each of the G heads of keys and values is repeated for the N / G query
+            heads that share it.
 
     Returns:
         [S, B, N * Dv] and the weights [B, N, S, S].

@@ -144,8 +144,8 @@ class ClipSplitGradNorm(nn.Cell):
     up the squared gradients of those weights over the ranks.
 
     Args:
-        max_norm: the norm to which gradients are clipped; split: for each gradient, whether its weight is split over
-            ranks.
+        max_norm: the norm to which gradients are clipped.
+        split: for each gradient, whether its weight is split over ranks.
     """
 
     def __init__(self, max_norm, split):

@@ -327,7 +327,8 @@ def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]
     """Return for each chunk the indices of its tokens among the tokens of a rank.
 
     Args:
-        batch: the number of samples in a micro-batch of one data-parallel rank; chunks: (b, s).
+        batch: the number of samples in a micro-batch of one data-parallel rank.
+        chunks: (b, s).
         config: TransformerConfig; its tensor and context parallel ranks split the sequence.
     """
     split = config.tensor_model_parallel_size * config.context_parallel_size

@@ -39,10 +39,11 @@ class Experts:
     """An `Experts` holds the parameters of one MoE layer that the callback reads or changes.
 
     Attributes:
-        number: the number of the layer in the model; router: the router, which counts the tokens of the experts;
-            placement: the parameter, see `Layer`.
-        tensors: the parameters that move with the experts, the weights first. cell: the cell of the experts, which can
-            hold copies.
+        number: the number of the layer in the model.
+        router: the router, which counts the tokens of the experts.
+        placement: the parameter, see `Layer`.
+        tensors: the parameters that move with the experts, the weights first.
+        cell: the cell of the experts, which can hold copies.
     """
 
     number: int
@@ -74,13 +75,16 @@ class ExpertBalance(ExpertMigrateCallback):
 
     Args:
         settings: `plugins.expert_balance.settings.Settings`.
-        devices: the number of ranks of an EP group, or 1; nodes: the number of their nodes, over which plans balance
-            the load first. samples: `Ramp` of the samples in a rank's micro-batch, which grow with `plugins.batch_ramp`
-            if a rank's step is one batch. batches: `Ramp` of the samples in a step of all ranks. pairs: the number of
-            (token, expert) pairs of one sample.
+        devices: the number of ranks of an EP group, or 1.
+        nodes: the number of their nodes, over which plans balance the load first.
+        samples: `Ramp` of the samples in a rank's micro-batch, which grow with `plugins.batch_ramp` if a rank's step is
+            one batch.
+        batches: `Ramp` of the samples in a step of all ranks.
+        pairs: the number of (token, expert) pairs of one sample.
         rate: the amount by which the routers' biases move in a step.
         layers: the number of decoder layers of the model; MTP layers are numbered after them.
-        run_dir: the folder of the record; checkpoint, save_path: see `record.file_of`.
+        run_dir: the folder of the record.
+        checkpoint, save_path: see `record.file_of`.
     """
 
     def __init__(

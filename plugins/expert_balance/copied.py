@@ -124,7 +124,8 @@ class CopiedRoutedExperts(CpuRoutedExperts):
         """Use the given placement and the given copies of experts from the next step on.
 
         Args:
-            slots: int [E], the placement. copies: int [D x spare], as in `plugins.expert_balance.copies`.
+            slots: int [E], the placement.
+            copies: int [D x spare], as in `plugins.expert_balance.copies`.
         """
         _tables[self.layer_number] = Table(slots, copies, self.devices)
 

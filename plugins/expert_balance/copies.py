@@ -53,7 +53,9 @@ def planned(loads: np.ndarray, slots: np.ndarray, devices: int, spare: int, leas
     4. Repeat until no pair lowers the load of the fullest device by the share `least`, or no empty slot is left.
 
     Args:
-        loads: integers [E]. slots: int [E], the placement. spare: the number of slots of a device for copies.
+        loads: integers [E].
+        slots: int [E], the placement.
+        spare: the number of slots of a device for copies.
     """
     each = len(loads) // devices
     copies = np.full((devices, spare), NOTHING, np.int64)
@@ -98,7 +100,9 @@ def loads_with(loads: np.ndarray, slots: np.ndarray, copies: np.ndarray, devices
     slot and its copies.
 
     Args:
-        loads: [layers, E]. slots: int [layers, E]. copies: int [layers, D x spare].
+        loads: [layers, E].
+        slots: int [layers, E].
+        copies: int [layers, D x spare].
     """
     filled = copies != NOTHING
     at = np.where(filled, copies, 0)
@@ -134,9 +138,11 @@ def next_copies(
     random` the spare slots are filled at random.
 
     Args:
-        predicted: [layers, E], `Prediction.loads`. slots: int [layers, E], the placement from now on.
-        old: the present copies. stayed: bool [layers], whether no expert of the layer moves. step: the seed of `method:
-            random`.
+        predicted: [layers, E], `Prediction.loads`.
+        slots: int [layers, E], the placement from now on.
+        old: the present copies.
+        stayed: bool [layers], whether no expert of the layer moves.
+        step: the seed of `method: random`.
     """
     loads = np.rint(np.asarray(predicted, np.float64) * PARTS).astype(np.int64)
     new = np.empty_like(old)
@@ -230,7 +236,8 @@ class Table:
     / D homes, followed by its spare slots.
 
     Args:
-        slots: int [E], the placement. copies: int [D x spare].
+        slots: int [E], the placement.
+        copies: int [D x spare].
 
     Attributes:
         instances: int64 [E, most], the slots of each expert (rows are homes): its home first, then its copies.
@@ -293,8 +300,9 @@ def with_copies(own: np.ndarray, table: Table, ranks: Ranks, group: Sequence[int
     the weights of the copies that the rank holds.
 
     Args:
-        own: [E / D x rows, width]. ranks: the connection to all ranks of the EP group, in its order. group: the numbers
-            of these ranks in `ranks`.
+        own: [E / D x rows, width].
+        ranks: the connection to all ranks of the EP group, in its order.
+        group: the numbers of these ranks in `ranks`.
     """
     rank, experts = group.index(ranks.rank), own.reshape(table.each, -1)
     filled = np.zeros((table.each + table.spare, experts.shape[1]), own.dtype)

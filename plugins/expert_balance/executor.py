@@ -40,8 +40,8 @@ def holders(mesh: Sequence[int], cuts: Sequence[int], slices: int) -> np.ndarray
     one row.
 
     Args:
-        mesh: the mesh of the stage's devices, with the axis of neighbouring ranks last. cuts: the axes of the mesh that
-            cut axis 0, counted from the last, the outermost cut first; -1: none.
+        mesh: the mesh of the stage's devices, with the axis of neighbouring ranks last.
+        cuts: the axes of the mesh that cut axis 0, counted from the last, the outermost cut first; -1: none.
         slices: the number of slices of axis 0. If there are more slices than the mesh makes, the optimizer is sharded,
             and neighbouring ranks with the same part share this part.
     """
@@ -112,7 +112,8 @@ class Layer:
     """A `Layer` holds the tensors that change on this rank when the experts of one MoE layer move.
 
     Attributes:
-        row: the row of the layer in a plan; number: the number of the layer in the model.
+        row: the row of the layer in a plan.
+        number: the number of the layer in the model.
         placement: the parameter int [E], logical expert -> slot, the same on all ranks that have the layer.
         tensors: the weights and their optimizer state, in the same order on all ranks.
     """
@@ -156,7 +157,8 @@ def move(ranks: Ranks, layers: Sequence[Layer], old: np.ndarray, new: np.ndarray
     function at the same time.
 
     Args:
-        ranks: the connection to all ranks that follow the plan. layers: the layers of this rank's stage.
+        ranks: the connection to all ranks that follow the plan.
+        layers: the layers of this rank's stage.
         old, new: int [layers of the model, E], logical expert -> slot.
 
     Returns:

@@ -107,7 +107,8 @@ class CollectiveRanks:
         return the parts that the ranks sent to this rank.
 
         Args:
-            group: all members. tag: not used, because collectives run in the order of their calls.
+            group: all members.
+            tag: not used, because collectives run in the order of their calls.
             rows: the number of rows that arrive from each member; without it, the ranks first exchange these numbers.
         """
         shape, dtype = parts[0].shape[1:], parts[0].dtype

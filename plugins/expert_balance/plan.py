@@ -60,7 +60,9 @@ def improved(
     tried once more at the end. No device ever gets more tokens than the fullest device had before.
 
     Args:
-        loads: integers [E]. old: int [E]. most: the largest number of swaps of two experts.
+        loads: integers [E].
+        old: int [E].
+        most: the largest number of swaps of two experts.
         near: a device is not changed if its load is within this share of the mean, or of the best load that its largest
             expert allows; None: the share of `near_enough`.
         aligned: whether to swap only between equal positions of two devices, so that an optimizer state that is sharded
@@ -128,7 +130,9 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
     the fullest device.
 
     Args:
-        held: [D, n] tokens of each slot; on: [D] their sums. places: [S, k] that may be swapped with as many.
+        held: [D, n], the tokens of each slot.
+        on: [D], the tokens of each device.
+        places: [S, k], sets of slots; a set may be swapped with a set of the same size on another device.
     """
     if not len(places):
         return None
@@ -244,7 +248,8 @@ def node_limited(
     holds its experts.
 
     Args:
-        loads, old, devices, most, aligned: as in `swaps`. nodes: the number of nodes, each of consecutive devices.
+        loads, old, devices, most, aligned: as in `swaps`.
+        nodes: the number of nodes, each of consecutive devices.
     """
     between = improved(loads, old, nodes, most=most, near=near_enough(len(loads) // devices), aligned=aligned)
     left = None if most is None else most - (moved(between, old, devices) + 1) // 2
@@ -284,7 +289,8 @@ def next_placements(
     """Return the next placements int64 [layers, E] of all layers, each from `next_placement`.
 
     Args:
-        predicted: `Prediction.loads`, which include those of this step. old: int [layers, E], the present placement.
+        predicted: `Prediction.loads`, which include those of this step.
+        old: int [layers, E], the present placement.
     """
     rows = enumerate(zip(predicted, old, strict=True))
     return np.stack([next_placement(settings, *row, devices, step=step, layer=at, nodes=nodes) for at, row in rows])
@@ -303,10 +309,11 @@ def next_placement(
     """Return the next placement int64 [E] of a layer; a live run and a replay both call this function.
 
     Args:
-        predicted: [E], a row of `Prediction.loads`. old: int [E], the present placement.
+        predicted: [E], a row of `Prediction.loads`.
+        old: int [E], the present placement.
         devices: the number of ranks of the EP group.
-        step: the step after which the plan is made; layer: the row of the layer. Both are only the seed of `method:
-            random`.
+        step: the step after which the plan is made; used only as a seed of `method: random`.
+        layer: the row of the layer; used only as a seed of `method: random`.
         nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned; if
             moves are limited and such a plan does not pass the gate, a plan that balances only the devices is tried.
 

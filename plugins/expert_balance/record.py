@@ -32,8 +32,9 @@ class Moved:
 
     Args:
         slots: int64 [layers, E], the new placement.
-        experts: the number of experts that changed device. sent_bytes: the bytes that all ranks sent. plan_s, move_s:
-            the seconds for planning and for moving.
+        experts: the number of experts that changed device.
+        sent_bytes: the bytes that all ranks sent.
+        plan_s, move_s: the seconds for planning and for moving.
         copies: int64 [layers, D x spare], the new copies, as in `plugins.expert_balance.copies`; None: no spare slots.
     """
 
@@ -51,7 +52,8 @@ class Record:
     after the step.
 
     Args:
-        devices: ranks of the EP group. layers: [layers] numbers of the MoE layers in the model.
+        devices: ranks of the EP group.
+        layers: [layers] numbers of the MoE layers in the model.
         tokens: int64 [layers, E] by logical expert: all ranks and micro-batches.
         slots: int64 [layers, E], the placement during the step.
         micro_batch: [layers] max/mean of the worst micro-batch; None if it is unknown.

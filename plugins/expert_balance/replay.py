@@ -32,7 +32,8 @@ class Replay:
         ratios: [steps, layers] max/mean of each step under its placement.
         slots: int64 [steps, layers, E], the placement after each step.
         moves: int64 [steps, layers], the number of experts that changed device after a step.
-        plans: the number of plans of a whole model; plan_s: the mean seconds of a plan.
+        plans: the number of plans of a whole model.
+        plan_s: the mean seconds of a plan.
         copies: int64 [steps, layers, D x spare] after each step.
     """
 
@@ -156,7 +157,8 @@ def of_slots(loads: np.ndarray, held: np.ndarray) -> np.ndarray:
     distributed equally over all slots that hold the expert.
 
     Args:
-        loads: [layers, E]. held: int [layers, D, slots], the expert of each slot.
+        loads: [layers, E].
+        held: int [layers, D, slots], the expert of each slot.
     """
     rows = zip(loads, held, strict=True)
     on = np.stack([(one / np.bincount(here.reshape(-1), minlength=len(one)))[here].sum(1) for one, here in rows])

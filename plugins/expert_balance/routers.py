@@ -54,8 +54,10 @@ class Alarm:
     """An `Alarm` says which router needs attention, and why.
 
     Args:
-        layer: the number of the MoE layer in the model. rule: fullest, entropy, similarity, idle or bias.
-        since: the step in which the alarm was raised. words: a description of the observation.
+        layer: the number of the MoE layer in the model.
+        rule: fullest, entropy, similarity, idle or bias.
+        since: the step in which the alarm was raised.
+        words: a description of the observation.
     """
 
     layer: int

@@ -39,13 +39,13 @@ class Settings(Section):
     )
     method: str = setting(
         "swaps",
-        "`swaps`: from the placement there is; `aligned`: swaps between equal places of two devices; `greedy`: from "
-        "scratch, as EPLB and MindFormers pack; `random`: shuffles, for tests",
+        "`swaps`: swaps experts of the present placement; `aligned`: swaps only between equal places of two devices; "
+        "`greedy`: plans from scratch, as EPLB and MindFormers do; `random`: shuffles, for tests",
         choices=METHODS,
     )
     moves: int | None = setting(
         None,
-        "most experts of a layer that a plan moves; null: no limit (`swaps` and `aligned`)",
+        "largest number of experts of a layer that a plan moves; null: no limit (`swaps` and `aligned`)",
         "write null, or a number from 2 on: one swap moves two experts",
         least=2,
         null=True,
@@ -132,9 +132,11 @@ def check(ours: Settings, *, counts: bool, expert_parallel: int, optimizer: str,
     tensors that belong to an expert.
 
     Args:
-        counts: whether the routers count their tokens (`moe_router_enable_expert_bias`); expert_parallel: the number of
-            ranks that share the experts; optimizer: the type of the optimizer; experts: the number of experts of a
-            layer; sharded: whether MindSpore shards the graph, on CPU or Ascend.
+        counts: whether the routers count their tokens (`moe_router_enable_expert_bias`).
+        expert_parallel: the number of ranks that share the experts.
+        optimizer: the type of the optimizer.
+        experts: the number of experts of a layer.
+        sharded: whether MindSpore shards the graph, on CPU or Ascend.
 
     Raises:
         RecipeError: a setting is wrong; the message names the key and a right value.

@@ -58,7 +58,8 @@ def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tup
     gradient accumulation.
 
     Args:
-        stages: the number of pipeline stages; micro_steps: `gradient_accumulation_steps`;
+        stages: the number of pipeline stages.
+        micro_steps: `gradient_accumulation_steps`.
         aux_loss_scale: the coefficient of the auxiliary loss times the number of layers with experts.
     """
     return ("load-balancing loss",) if max(stages, micro_steps) > 1 and not aux_loss_scale else ()
@@ -69,10 +70,11 @@ class Watch:
     """A `Watch` counts how many consecutive steps had a loss, a part of the loss or a gradient norm that is not finite.
 
     Attributes:
-        stop_after: the number of consecutive steps that are not finite after which the run ends; scale_falls: whether a
-            loss-scale manager lowers the scale when gradients overflow; run: (step, description) of the last
-            consecutive steps that were not finite;
-        scale_before: the loss scale of the previous step; undefined: the parts of the loss that are not judged;
+        stop_after: the number of consecutive steps that are not finite after which the run ends.
+        scale_falls: whether a loss-scale manager lowers the scale when gradients overflow.
+        run: (step, description) of the last consecutive steps that were not finite.
+        scale_before: the loss scale of the previous step.
+        undefined: the parts of the loss that are not judged.
         logged: the step's loss in the log, None if it is not logged.
     """
 
@@ -90,9 +92,11 @@ class Watch:
         must end now, or None if the run may continue.
 
         Args:
-            step: the number of the step, from 1 on; losses: name -> loss, see `METRICS`, None if it is unknown; norm:
-                the norm of all gradients, None without clipping; overflow: whether the optimizer skipped the step;
-                scale: the loss scale.
+            step: the number of the step, from 1 on.
+            losses: name -> loss, see `METRICS`, None if it is unknown.
+            norm: the norm of all gradients, None without clipping.
+            overflow: whether the optimizer skipped the step.
+            scale: the loss scale.
         """
         judged = ((name, value) for name, value in losses.items() if name not in self.undefined)
         wrong = next((f"{name} is {_words(value)}" for name, value in judged if not _finite(value)), None)

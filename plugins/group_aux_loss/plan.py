@@ -35,8 +35,10 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """Refuse recipes for which the auxiliary loss of a group cannot be computed.
 
     Args:
-        kind: `moe_router_load_balancing_type`; coefficient: `moe_aux_loss_coeff`; expert_parallel: the number of ranks
-            of an EP group; tensor_parallel: the number of ranks that share a sequence, 1 if the model is not split.
+        kind: `moe_router_load_balancing_type`.
+        coefficient: `moe_aux_loss_coeff`.
+        expert_parallel: the number of ranks of an EP group.
+        tensor_parallel: the number of ranks that share a sequence, 1 if the model is not split.
 
     Raises:
         RecipeError: the recipe has no auxiliary loss or another kind of it, or its groups are smaller than MindFormers'

@@ -12,7 +12,8 @@ def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
     mean score).
 
     Args:
-        scores: [N, E], the router's normalised scores; chosen: int [N, k], the experts of each token.
+        scores: [N, E], the router's normalised scores.
+        chosen: int [N, k], the experts of each token.
     """
     return float(coefficient * scores.shape[1] * np.sum(shares(chosen, scores.shape[1]) * scores.mean(0)))
 

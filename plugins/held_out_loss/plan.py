@@ -120,7 +120,8 @@ class Batches:
     """A `Batches` says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
-        samples: the number of samples in the whole step; read: the number of samples that a rank reads.
+        samples: the number of samples in the whole step.
+        read: the number of samples that a rank reads.
         micro: the number of micro-batches of a rank's step, by a pipeline or by gradient accumulation.
         stages, scheduler: the number of stages and the scheduler of the pipeline.
     """

@@ -48,8 +48,11 @@ class RoutedExperts(FFNGroupedGEMM):
         """Return the experts' output for the tokens of one rank; the operator `Morph` runs this function.
 
         Args:
-            tokens: [1, N, h]; probs: [1, N, k]; routing_map: int [1, N, k], the chosen experts.
-            w1: [E_local * h, 2H], gate then up; w2: [E_local * H, h].
+            tokens: [1, N, h].
+            probs: [1, N, k].
+            routing_map: int [1, N, k], the chosen experts.
+            w1: [E_local * h, 2H], gate then up.
+            w2: [E_local * H, h].
             num_tokens_per_expert: not used (expert relocation is refused with this plugin).
 
         Returns:

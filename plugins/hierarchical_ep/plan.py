@@ -215,7 +215,8 @@ class Plan:
 
     Attributes:
         dispatch: the steps of dispatch, in order; `combine` undoes them in reverse.
-        tokens: [ep] the number of tokens of each rank; top_k: the number of experts per token.
+        tokens: [ep] the number of tokens of each rank.
+        top_k: the number of experts per token.
         ranks: the plan of each rank.
     """
 

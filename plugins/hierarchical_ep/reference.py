@@ -40,7 +40,10 @@ def moe(tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, 
     """Return out[n] = sum over j of probs[n, j] * expert_{ids[n, j]}(tokens[n]).
 
     Args:
-        tokens: [N, h]; probs, ids: [N, k]; w1: [E, h, 2H]; w2: [E, H, h].
+        tokens: [N, h].
+        probs, ids: [N, k].
+        w1: [E, h, 2H].
+        w2: [E, H, h].
 
     Returns:
         [N, h].

@@ -35,11 +35,13 @@ class Part:
     """A `Part` holds the values with which one rank's routed experts are built.
 
     Attributes:
-        mode: one of `plan.MODES`; topology: the topology of its EP group; rank: its index in the group; ranks: the
-            group's global ranks;
-        slices: a function from the TransformerConfig to the token indices of each chunk; order: a function from the
-            number of chunks to (chunk, step) pairs, None for one chunk. The adapter sets `slices`, and `ep_overlap`
-            replaces both functions.
+        mode: one of `plan.MODES`.
+        topology: the topology of the EP group.
+        rank: the rank's index in the group.
+        ranks: the group's global ranks.
+        slices: a function from the TransformerConfig to the token indices of each chunk.
+        order: a function from the number of chunks to (chunk, step) pairs, None for one chunk. The adapter sets
+            `slices`, and `ep_overlap` replaces both functions.
     """
 
     mode: str
@@ -75,7 +77,8 @@ def largest_sorts(mode: str, topology: Topology, tokens: int, top_k: int, spare:
 
     Args:
         mode: one of `plan.MODES`.
-        tokens: the number of tokens of a rank that are dispatched at once; top_k: the number of experts of each token.
+        tokens: the number of tokens of a rank that are dispatched at once.
+        top_k: the number of experts of each token.
         spare: the number of additional pairs that each rank sends to itself.
     """
     local = topology.experts // topology.ep

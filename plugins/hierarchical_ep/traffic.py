@@ -87,7 +87,8 @@ def expected_steps(
         topology: the EP group.
         tokens: the number of tokens of each rank in the micro-batch (per tensor- and context-parallel shard).
         top_k: the number of experts per token.
-        hidden: the width of a row; itemsize: the bytes of an element (fp32 4, bf16 2).
+        hidden: the width of a row.
+        itemsize: the bytes of an element (fp32 4, bf16 2).
         skew: the load of the busiest rank divided by the mean, at least 1.
 
     Raises RecipeError for an unknown mode, top_k above the number of experts or skew below 1.

@@ -68,9 +68,11 @@ class Model:
     """A `Model` holds the sizes of a model that decide which parameters it has: among them `layers` (decoder layers
     without MTP) and `dense` (the number of first layers that have no experts).
 
-    latent_query: whether latent attention has it; grouped: grouped-query attention in its place; telechat2: TeleChat2's
-    names and biases, of a grouped model without experts; hyper_connected: Xing4.0's residual streams, in all layers but
-    those of MTP.
+    Args:
+        latent_query: whether latent attention has a latent query.
+        grouped: whether the model has grouped-query attention instead of latent attention.
+        telechat2: whether a grouped model without experts has TeleChat2's names and biases.
+        hyper_connected: whether all layers except those of MTP have Xing4.0's residual streams.
     """
 
     layers: int

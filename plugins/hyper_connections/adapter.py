@@ -63,8 +63,8 @@ def _on_tokens(function: Callable[..., Any], shape: Callable[..., list[int]], dt
     own tokens.
 
     Args:
-        shape: a function from the shapes of all inputs to the shape of the result. dtype: the dtype of the result;
-            None: that of the first input.
+        shape: a function from the shapes of all inputs to the shape of the result.
+        dtype: the dtype of the result; None: that of the first input.
         along: the split of sequences ("cp_tp" or "None").
     """
 
@@ -90,7 +90,8 @@ class HyperConnection(nn.Cell):
     gates.
 
     Args:
-        config: TransformerConfig. settings: the settings of the plugin.
+        config: TransformerConfig.
+        settings: the settings of the plugin.
     """
 
     def __init__(self, config, settings: Settings):

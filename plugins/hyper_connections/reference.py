@@ -17,7 +17,9 @@ class Weights:
     """A `Weights` holds the weights of one sublayer's hyper-connections with n streams of width h.
 
     Args:
-        fn: [2n + n n, n h]. base: [2n + n n]. scale: [3], of H_pre, H_post and H_res.
+        fn: [2n + n n, n h].
+        base: [2n + n n].
+        scale: [3], of H_pre, H_post and H_res.
     """
 
     fn: Array
@@ -73,7 +75,9 @@ def forward(x: Array, weights: Weights, sublayer: Any, iterations: int, eps: flo
     """Return the streams [T, n, h] after a sublayer.
 
     Args:
-        x: [T, n, h]. sublayer: a function of [T, h] to [T, h]. eps: the epsilon of the root mean square.
+        x: [T, n, h].
+        sublayer: a function of [T, h] to [T, h].
+        eps: the epsilon of the root mean square.
     """
     found = [gates_of(token, weights, iterations, eps) for token in x]
     out = sublayer(np.stack([pre @ token for token, (pre, *_) in zip(x, found, strict=True)]))

@@ -107,8 +107,9 @@ def check(written: Any, recipe: Mapping[str, Any], fields: Mapping[str, Any] | N
     """Return the settings of `plugins.lora` in a recipe.
 
     Args:
-        written: the recipe's `plugins.lora`. fields: the fields of the TransformerConfig that MindFormers makes of the
-            recipe; None if the built model will show whether the patterns name layers of it.
+        written: the recipe's `plugins.lora`.
+        fields: the fields of the TransformerConfig that MindFormers makes of the recipe; None if the built model will
+            show whether the patterns name layers of it.
 
     Raises:
         RecipeError: a setting is wrong, or the recipe has a feature that does not work with frozen weights.
@@ -142,7 +143,9 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
     """Return W + scale x B A in float64; the caller rounds the sum once to the type of `weight`.
 
     Args:
-        weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].
+        weight: [outputs, inputs].
+        a: [rank, inputs].
+        b: [outputs, rank].
     """
     return weight.astype(np.float64) + scale * (b.astype(np.float64) @ a.astype(np.float64))
 

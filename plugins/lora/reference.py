@@ -9,7 +9,10 @@ def forward(x: np.ndarray, weight: np.ndarray, a: np.ndarray, b: np.ndarray, sca
     """Return y [tokens, outputs] = x W^T + scale x A^T B^T.
 
     Args:
-        x: [tokens, inputs]. weight: [outputs, inputs]. a: [rank, inputs]. b: [outputs, rank].
+        x: [tokens, inputs].
+        weight: [outputs, inputs].
+        a: [rank, inputs].
+        b: [outputs, rank].
     """
     y = np.zeros((len(x), len(weight)))
     for token, row in enumerate(x):

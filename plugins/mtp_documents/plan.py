@@ -42,8 +42,9 @@ def crosses(config: Mapping[str, Any], model: Mapping[str, Any], layers: int) ->
     labels are ignored, so the loss at the end of the conversation before it is not counted.
 
     Args:
-        config: `train_dataset.data_loader.config` of a Megatron loader. model: `model.model_config`.
-        layers: MTP layers.
+        config: `train_dataset.data_loader.config` of a Megatron loader.
+        model: `model.model_config`.
+        layers: the number of MTP layers.
     """
     return layers > 0 and documents_apart(config, model)
 
@@ -52,7 +53,9 @@ def check(settings: Any, recipe: Mapping[str, Any], layers: int) -> int:
     """Return the id of the token that ends a document in a recipe's data.
 
     Args:
-        settings: the section of the plugin. recipe: a recipe or a MindFormerConfig. layers: MTP layers of its model.
+        settings: the section of the plugin.
+        recipe: a recipe or a MindFormerConfig.
+        layers: the number of MTP layers of the recipe's model.
 
     Raises:
         RecipeError: a setting is wrong, or MTP does not predict across documents in this recipe.

@@ -10,7 +10,8 @@ def rolled(values: np.ndarray, tokens: np.ndarray, end_of_document: int) -> np.n
     sample.
 
     Args:
-        values: [B, S], one value for each token. tokens: ids [B, S]; `end_of_document` ends a document.
+        values: [B, S], one value for each token.
+        tokens: ids [B, S]; `end_of_document` ends a document.
 
     Returns:
         [B, S], in the type of `values`.

@@ -83,9 +83,10 @@ def pack(
 
     Args:
         conversations: `input_ids` and `labels` of equal length, as the previous handler makes them.
-        shifted: whether these labels are those of the next token; otherwise they are those of the tokens themselves.
-        seq_length: the number of tokens of a sample. pad: the token after the last conversation. ignore: the label of
-            tokens that are not learnt.
+        shifted: whether the label at a token is the next token; otherwise the label is the token itself.
+        seq_length: the number of tokens of a sample.
+        pad: the token after the last conversation.
+        ignore: the label of tokens that are not learnt.
 
     Returns:
         `input_ids` and `labels`, [samples][seq_length]; `actual_seq_len`, [samples][conversations]: the end of each

@@ -138,18 +138,17 @@ def write_seal(
     known: Mapping[str, str] = MappingProxyType({}),
     made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write atomically the seal of the files that rank `rank` wrote into `folder`: their sizes and checksums. Return
-    the path of the written seal. The files are flushed to the disk first, so that a seal that is there after a power
-    cut is not that of lost files: older checkpoints are removed when all ranks have sealed a newer one. If only one
-    rank saves, what a broken save on more ranks has left in `folder` is removed first.
+    """Write atomically the seal of the files that rank `rank` wrote into `folder` (their sizes and checksums), and
+    return the path of the seal. The files are first flushed to the disk, so that no seal outlives its files in a power
+    cut. If only one rank saves, the files that a broken save on more ranks left in `folder` are removed first.
 
     Args:
         folder: the folder of one iteration.
-        rank, world_size: this rank and the number of ranks of this training; step: the step of the checkpoint.
+        rank, world_size: this rank and the number of ranks of this training.
+        step: the step of the checkpoint.
         expected: the names of the files that must exist, see `expected_files`.
-        known: the checksums of files that were hashed while they were written; other files are read.
-        made: the origin of the checkpoint: `attempt`, its name; `skipped`, the samples that the run left out
-            (plugins.spike_guard).
+        known: the checksums of files that were hashed while they were written.
+        made: the name of the `attempt`, and the samples that `plugins.spike_guard` left out (`skipped`).
 
     Raises:
         CheckpointError: one of these files is missing, or the rank has no safetensors.
@@ -322,20 +321,21 @@ def _say_newest(root: Path, place: Path) -> None:
 
 
 def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None, skip: int = 1) -> list[Path]:
-    """Remove the oldest checkpoints of a run and keep `keep` of them, whichever attempts saved them; return the paths
-    of the removed ones.
+    """Remove the oldest checkpoints of a run, whichever attempts saved them; return the paths of the removed ones.
 
-    The `keep` newest checkpoints stay. But a checkpoint that was saved on request follows the one before it after fewer
-    steps than usual; so if none of them is old enough for `plugins.spike_guard`, the newest one that is old enough
-    stays, with those that follow it, in place of the last ones before `newest`.
+    The `keep` newest checkpoints stay. If none of these is old enough for `plugins.spike_guard` (because some were
+    saved on request), the newest checkpoint that is old enough stays, with those that follow it, in place of the last
+    checkpoints before `newest`.
 
     Nothing is removed before all ranks have sealed the newest checkpoint. The function also removes older checkpoints
     that only some ranks have sealed or that one rank has refused, and the unfinished saves of earlier attempts. A rank
     never removes checkpoints of an attempt that is later than its own, because the rank may be late.
 
     Args:
-        root: the root of the iterations; newest: the iteration that was sealed last; attempt: the attempt that saved
-            it; skip: the number of steps whose samples are left out if the next step has a spike.
+        root: the root of the iterations.
+        newest: the iteration that was sealed last.
+        attempt: the attempt that saved `newest`.
+        skip: the number of steps whose samples are left out if the next step has a spike.
     """
     if not _complete(newest):
         return []
@@ -387,9 +387,7 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def world_of(folder: Path) -> int | None:
-    """Return the number of ranks that saved a checkpoint, as the seal of its first rank says; None without this
-    seal.
-    """
+    """Return the number of ranks that saved a checkpoint, by the seal of its first rank; None without this seal."""
     try:
         return int(_read_seal(folder, 0)["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RefusedError):
@@ -397,9 +395,8 @@ def world_of(folder: Path) -> int | None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint. If the folder also holds files of another number of ranks, only
-    those of the number in the seals are returned: workers without an attempt save a step again into the folder in
-    which an earlier save on other ranks has broken off.
+    """Return the safetensors files of a checkpoint; if the folder also holds files of a broken save on another number
+    of ranks (workers without an attempt save into the same folder again), only files of the number in the seals.
     """
     paths = sorted(folder.glob("*.safetensors"))
     sealed = world_of(folder) if len({*map(_world, paths)} - {None}) > 1 else None
@@ -426,8 +423,9 @@ def fault(
     """Return in a few words why `folder` is not a complete checkpoint; None if the checkpoint is complete.
 
     Args:
-        share: (worker, number of workers), if each worker reads only a part of the files. checksums: whether every file
-            is read; otherwise only the sizes are compared. without: files whose names it finds may be missing.
+        share: (worker, number of workers), if each worker reads only a part of the files.
+        checksums: whether every file is read; otherwise only the sizes are compared.
+        without: files whose names match this pattern may be missing.
 
     Raises:
         CheckpointError: a file exists but cannot be read.

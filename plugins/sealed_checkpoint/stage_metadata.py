@@ -37,8 +37,10 @@ def of_all_stages(
     their own stage.
 
     Args:
-        folder: a folder that all ranks share. found: the metadata of the ranks of this rank's stage. ranks: the ranks
-            of the run. wait: a function that returns when all ranks have called it.
+        folder: a folder that all ranks share.
+        found: the metadata of the ranks of this rank's stage.
+        ranks: the ranks of the run.
+        wait: a function that returns when all ranks have called it.
     """
     each = ranks // stages
     stage = rank // each

@@ -70,7 +70,8 @@ class Host:
     for which the library calls Python.
 
     Args:
-        ranks: this rank and all others; mesh: the connection to all of them;
+        ranks: this rank and all others.
+        mesh: the connection to all ranks.
         front_end_done: a function that is called when MindSpore has sharded a graph, before it makes kernels.
 
     Raises:

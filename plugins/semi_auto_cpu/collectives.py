@@ -63,8 +63,10 @@ class CallRecord(NamedTuple):
     """A `CallRecord` describes one collective that a rank called in a step.
 
     Attributes:
-        op: MindSpore's name of the operator; ranks: the ranks of its group in their order; bytes, shape, dtype: those
-            of its tensor on the larger side (for several tensors, the bytes of all, and shape and dtype of the first);
+        op: MindSpore's name of the operator.
+        ranks: the ranks of its group in their order.
+        bytes, shape, dtype: those of its tensor on the larger side (for several tensors, the bytes of all, and shape
+            and dtype of the first).
         peer, sr_tag: the peer and the tag of a Send or Receive.
     """
 

@@ -87,7 +87,8 @@ class Meeting:
     """A `Meeting` represents the members of a group at one call of a collective, and exchanges their parts.
 
     Attributes:
-        operator, group: names for messages; members: global ranks in the order of the group;
+        operator, group: names for messages.
+        members: global ranks in the order of the group.
         number: the number of collectives that these members made before.
     """
 
@@ -270,7 +271,7 @@ def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
 
 def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
     if array.size != size:
-        raise ClusterError(f"{meeting.where}: its input or result {describe(array)} should have {size} elements")
+        raise ClusterError(f"{meeting.where}: its input or result {describe(array)} must have {size} elements")
 
 
 def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:

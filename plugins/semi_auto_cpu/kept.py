@@ -216,8 +216,8 @@ def weights(cell: Any) -> Entry:
 
 
 def registered() -> list[str]:
-    """Return the names of the operators that Python computes in this process, including those that the compiler pass
-    has added (a process that loads a graph runs no pass).
+    """Return the names of the operators that Python computes in this process, also of those that a compiler pass
+    added.
     """
     return library.load().registered()
 

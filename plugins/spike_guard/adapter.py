@@ -67,8 +67,11 @@ class Guard(Watch):
     whether the run goes back to a checkpoint.
 
     Args:
-        settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether this rank
-            has the loss of the run; length: the number of tokens of a sample.
+        settings: see `plan.Settings`.
+        run_dir: the run's folder.
+        undefined: as in `Watch`.
+        has_loss: whether this rank has the loss of the run.
+        length: the number of tokens of a sample.
     """
 
     def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool, length: int):

@@ -89,8 +89,9 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
     choose them.
 
     Args:
-        weights: the weights of the data sets in the blend; counts: the number of items of each in the blend; lengths:
-            the lengths of the data sets;
+        weights: the weights of the data sets in the blend.
+        counts: the number of items of each data set in the blend.
+        lengths: the lengths of the data sets.
         wanted: the number of additional items.
 
     Returns:

@@ -67,13 +67,13 @@ class Settings(Section):
 
     window: int = setting(
         64,
-        "how many of the last good steps each new step is compared with",
+        "number of the last good steps with which each new step is compared",
         f"write a number of steps from {_LEAST_WINDOW} on",
         least=_LEAST_WINDOW,
     )
     threshold: float = setting(
         16.0,
-        "robust standard deviations above what they lead to that make a spike",
+        "a step is a spike if it lies this many robust standard deviations above the trend of these steps",
         "write a number of standard deviations above 0, such as 16.0",
         above=0,
     )
@@ -186,7 +186,8 @@ class Window:
     step are a spike.
 
     Args:
-        size: the number of steps in the window; threshold: see above.
+        size: the number of steps in the window.
+        threshold: see `Settings`.
     """
 
     def __init__(self, size: int, threshold: float):
@@ -232,7 +233,8 @@ def good_steps(lines: Iterable[str], done: int, size: int, ramp: Ramp, length: i
     no lines of these steps. Its lines from before this time are no neighbours of the next step and are left out.
 
     Args:
-        ramp: how many samples the steps of the run have now; length: the number of tokens of a sample.
+        ramp: how many samples the steps of the run have now.
+        length: the number of tokens of a sample.
     """
     steps: list[_Step] = []
     newest, start = Newest(), None
@@ -289,8 +291,10 @@ def what_follows(
     this entry.
 
     Args:
-        wrong: a description of the spike; before: the spikes after which this run has gone back; ramp: how many samples
-            the steps of the run have; skipped: the samples that are already left out.
+        wrong: a description of the spike.
+        before: the spikes after which this run has gone back.
+        ramp: how many samples the steps of the run have.
+        skipped: the samples that are already left out.
 
     Returns:
         The first value is None, and the second one says why, if the run does not go back to a checkpoint.

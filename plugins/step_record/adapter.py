@@ -54,7 +54,8 @@ class Record:
     the run and a line for each recorded step.
 
     Args:
-        config: the config of the run. steps: the number of recorded steps of this part of the run.
+        config: the config of the run.
+        steps: the number of recorded steps of this part of the run.
     """
 
     def __init__(self, config, steps: int):

@@ -31,7 +31,9 @@ class StragglerProbe(Callback):
     """A `StragglerProbe` is a callback that records probes of this rank (see `watch.Watch`).
 
     Args:
-        settings: `plugins.straggler_probe.watch.Settings`. device: the type of the device. run_dir: the run's folder.
+        settings: `plugins.straggler_probe.watch.Settings`.
+        device: the type of the device.
+        run_dir: the run's folder.
     """
 
     def __init__(self, settings, device, run_dir, **kwargs):

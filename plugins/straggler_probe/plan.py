@@ -321,7 +321,8 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
     rank is slow is sufficient.
 
     Args:
-        floor: the smallest limit. enough: see `threshold`.
+        floor: the smallest limit.
+        enough: see `threshold`.
     """
     excess = above_others(values)
     spread = noise(excess)

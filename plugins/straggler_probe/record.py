@@ -25,15 +25,16 @@ class Record:
     `Record` are in seconds.
 
     Args:
-        step: the step after which the probe ran. device: the type of device, as in `context.device_target`.
-        work: the number of pieces of work, as in the settings. probe: the time of this work without communication,
-            minus the time that other processes used its core.
+        step: the step after which the probe ran.
+        device: the type of device, as in `context.device_target`.
+        work: the number of pieces of work, as in the settings.
+        probe: the time of this work without communication, minus the time that other processes used its core.
         seconds: the time since the previous probe (or the end of the first step); all following values are within this
             time.
-        steps: the number of steps. data: the time spent waiting for batches; None if the host cannot measure it
-            (`runner_config.sink_mode: True`).
-        cpu: the processor time of all threads of the worker. waited: the time in which threads were ready but had no
-            core.
+        steps: the number of steps.
+        data: the time spent waiting for batches; None if the host cannot measure it (`runner_config.sink_mode: True`).
+        cpu: the processor time of all threads of the worker.
+        waited: the time in which threads were ready but had no core.
         stopped: the time in which a limit had stopped its control group.
     """
 
@@ -104,7 +105,8 @@ def record_of(content: Any, place: str) -> Record:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: this is not a record of a probe ({type(error).__name__}: {error})") from None
+        why = f"the key {error} is missing" if isinstance(error, KeyError) else error
+        raise DataError(f"{place}: this is not a record of a probe: {why}") from None
     return record
 
 

@@ -90,8 +90,9 @@ class Watch:
     and the beginning of the next step is the wait for the batch, because nothing else happens in this time.
 
     Args:
-        settings: the settings, which say when to probe, and how much work to do. file: the file of the record. rank,
-            host, device: the worker whose probes are recorded.
+        settings: the settings, which say when to probe, and how much work to do.
+        file: the file of the record.
+        rank, host, device: the worker whose probes are recorded.
         work: the fixed piece of work.
         sees_data: whether the host waits for batches itself; in sink mode the device does.
     """

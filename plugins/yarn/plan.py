@@ -52,7 +52,8 @@ class Yarn:
         original: the sequence length before the extension.
         beta_fast: frequencies that turn at least this often within `original` tokens are unchanged.
         beta_slow: frequencies that turn at most this often are divided by `factor`, with a ramp between both.
-        mscale: a factor on the rate of the attention factor. kind: a key of `RATES`.
+        mscale: a factor on the rate of the attention factor.
+        kind: a key of `RATES`.
     """
 
     factor: float
@@ -84,7 +85,8 @@ def read(settings: Any, model: Mapping[str, Any]) -> Yarn:
     """Return the parameters of YaRN that a recipe gives.
 
     Args:
-        settings: the recipe's `plugins.yarn`. model: its `model.model_config`.
+        settings: the recipe's `plugins.yarn`.
+        model: its `model.model_config`.
 
     Raises:
         RecipeError: a setting is wrong, the plugin does not support the model, or `rope_scaling` is not that of YaRN or

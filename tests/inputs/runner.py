@@ -32,8 +32,9 @@ class Ended(NamedTuple):
     """An `Ended` holds how a command ended.
 
     Args:
-        text: of stdout and stderr. after: seconds from Ctrl-C to the end, 0 where nobody pressed it.
-        left: processes that it started and that are still there.
+        text: the text of stdout and stderr.
+        after: the seconds from Ctrl-C to the end; 0 if Ctrl-C was not pressed.
+        left: the processes that the command started and that still run.
     """
 
     code: int

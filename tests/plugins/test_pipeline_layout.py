@@ -160,7 +160,7 @@ def test_layouts_are_written_briefly():
         ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
         ("Et|mtL", 2, "must come after the last decoder layer"),
         ("Et||tL", 3, "chunk 1 holds no decoder layer"),
-        ("Et|xL", 2, "the symbol 'x' is unknown; a layout consists of E embedding"),
+        ("Et|xL", 2, "the symbol 'x' is unknown; the symbols are E .embedding"),
         ("E((t|)*2)*2,tL", 5, "cannot be unrolled"),
         ("Et*|tL", 2, "cannot be unrolled"),
     ],

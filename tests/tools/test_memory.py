@@ -247,7 +247,7 @@ def test_as_few_layers_are_recomputed_as_fit():
 def test_where_no_change_surely_fits_the_search_is_named(capsys, rows, fits, led):
     row = {"name": "a change", "keys": {}, "peak": 2.0 * GIB, "freed": GIB, "slower": 0.1}
     print_proposals([{**row, "fit": fit, "refused": refused} for fit, refused in rows], Console(width=200), fits)
-    assert ("tc3 search looks at every layout" in capsys.readouterr().out) == led
+    assert ("tc3 search tries every layout" in capsys.readouterr().out) == led
 
 
 def test_nothing_is_proposed_where_nothing_is_known(times):

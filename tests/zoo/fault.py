@@ -27,10 +27,13 @@ class Fault:
     """This is one fault.
 
     Args:
-        source: where it was reported. what: it does. inject: puts it in; called with the run's MindFormerConfig.
-        stages: those that name it rightly. module: a part of the right module's name.
+        source: the place where the fault was reported.
+        what: a description of the fault.
+        inject: a function that inserts the fault; called with the run's MindFormerConfig.
+        stages: the stages that are right answers.
+        module: a part of the right module's name.
         resumed: whether the run with the fault goes on from the second step of the faultless one.
-        layout: of `tests/zoo/run.py` in which it is executed; "" is one process.
+        layout: the layout of `tests/zoo/run.py` in which the fault is executed; "" is one process.
         same_graph: whether the fault does not change the compiled graph, so that the faultless run's is loaded.
     """
 

@@ -71,8 +71,8 @@ def dump(
     are dumped as well, and `compare` can judge the optimizer's updates, even that of a single step (from statistics
     only as far as these allow).
 
-    Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 something to mend first, 130/143 interrupted (nothing
-    is left then).
+    Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 the user has to correct something first, 130/143
+    interrupted (no file is left then).
     """
     if level == "L2" and task == "statistics":
         raise click.UsageError("--task statistics: level L2 always dumps all values; leave --task out")
@@ -111,7 +111,7 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     caches), and the headline says what the earliest of them usually means. A rerun on the same device must have no
     findings. Dumps of statistics are judged by their statistics; the result says what cannot be judged from statistics.
 
-    Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
+    Exit codes: 0 no finding, 1 findings, 2 a wrong input (an incomplete dump, or dumps of different levels or tasks).
     """
     if page and not out:
         raise click.UsageError("--html writes compare.html into the folder of --out; give --out, too")
@@ -162,7 +162,7 @@ def collectives_command(
     for every rank. Instead of a recipe, the folder of a finished sharded run may be given; the command then trains
     nothing.
 
-    Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
+    Exit codes: 0 equal; 1 different (the differences are listed); 2 something did not run, or a wrong input.
     """
     from tools.accuracy import collectives
     from tools.accuracy.equivalence.runs import RunFailedError

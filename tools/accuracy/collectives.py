@@ -138,7 +138,8 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     many ranks as fit into memory are compiled at the same time.
 
     Raises:
-        RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
+        RecipeError: the folder is not that of a sharded run.
+        DataError: a rank's record is missing or broken.
     """
     recipe = recipe_of_run(run_dir)
     view = View(recipe)

@@ -45,7 +45,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     tc3 accuracy fusion graph.ir --json
 
     Tolerances are those of `tc3 accuracy ops` (report, Table 2). Exit codes: 0 all within tolerance, 1 a fused kernel
-    is out of it, 2 unknown of some, because they could not be computed, or a wrong input.
+    is out of tolerance, 2 some kernels could not be computed, or a wrong input.
     """
     from tools.accuracy.fused_kernels import predicted, replayed
 

@@ -56,7 +56,8 @@ def keeping(keep: Path | None, command: str) -> Iterator[None]:
     """Hold the lock of the folder that --keep names, so that `command` cannot be started a second time in it.
 
     Raises:
-        RecipeError: the folder is not empty. DataError: another start of the command is at work in it.
+        RecipeError: the folder is not empty.
+        DataError: another command is at work in the folder.
     """
     if keep is None:
         yield

@@ -157,7 +157,8 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
 
     Raises:
         ClusterError: the recipe, the given number and the NPUs all leave the number of workers unknown; or there are
-            more workers than NPUs. RecipeError: the recipe cannot be read.
+            more workers than NPUs.
+        RecipeError: the recipe cannot be read.
     """
     view = View(load_recipe(recipe)) if recipe is not None else None
     on_cpu = not host.npus or (view is not None and view.on_cpu)

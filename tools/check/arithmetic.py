@@ -62,7 +62,10 @@ def _experts(view: View, built: Built, found: Findings) -> None:
     frequency = built.fields.get("moe_layer_freq")
     if dense and type(frequency) is int and frequency > 1:
         found.error(
-            (*MODEL, "moe_layer_freq"), "cannot be combined with first_k_dense_replace", "write 1", rule="layer_freq"
+            (*MODEL, "moe_layer_freq"),
+            "the key cannot be combined with first_k_dense_replace",
+            "write 1",
+            rule="layer_freq",
         )
     template = [0] * dense + [1] * (layers - dense)
     if isinstance(frequency, list) and (frequency != template if dense else len(frequency) != layers):
@@ -89,7 +92,9 @@ def _router(view: View, built: Built, found: Findings) -> None:
         return
     path = (*MODEL, "topk_group")
     if not groups:
-        found.error(path, "has no meaning without n_group", "set n_group, or write topk_group: 0", rule="group_topk")
+        found.error(
+            path, "the key has no meaning without n_group", "set n_group, or write topk_group: 0", rule="group_topk"
+        )
     elif experts % groups:
         found.error(
             (*MODEL, "n_group"), f"{experts} experts cannot be divided into {groups} groups", rule="group_experts"
@@ -309,7 +314,7 @@ def _strategy(view: View, found: Findings) -> None:
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
     if wrong_rows:
-        wrong = f"cuts the batch into {wrong_rows[0][0]} parts, but data_parallel is {view.dp}"
+        wrong = f"the value cuts the batch into {wrong_rows[0][0]} parts, but data_parallel is {view.dp}"
         found.error(_STRATEGY, wrong, f"write {view.dp} as the first number of every entry", rule="strategy_dp")
         return
     columns = columns_of(view) if view.megatron else view.get(("train_dataset", "input_columns"))
@@ -451,7 +456,7 @@ def check_heads(view: View, built: Built, found: Findings) -> None:
     if latent:
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
-            wrong = f"is larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
+            wrong = f"the value is larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
             found.error((*MODEL, "v_head_dim"), wrong, rule="v_head_dim")
         if built.number("qk_pos_emb_head_dim") % 2:
             found.error(

@@ -38,7 +38,7 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
         if path[:-1] == MODEL and path[-1] not in (known or {}):
             continue  # an unknown key: reported as such
         other = built.origin.get(target)
-        wrong = f"sets TransformerConfig.{target}, which {dotted(other) if other else 'a default'} sets too"
+        wrong = f"the key sets TransformerConfig.{target}, which {dotted(other) if other else 'a default'} sets too"
         if not view.has(path):
             path = other or path
         found.error(
@@ -104,13 +104,13 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
     if target is None or target not in built.fields:
         if not ignored and key in schema.models[model]["defaults"]:
             found.warning(
-                path, "does not reach TransformerConfig, so that MindFormers does not use the value", rule=rule
+                path, "the key does not reach TransformerConfig, so that MindFormers does not use the value", rule=rule
             )
         return
     arrived = built.fields[target]
     if same(_apply(_FUNCTIONS.get(target), value), arrived):
         if value and not ignored and not view.has((*MODEL, target)):  # what is off needs no second spelling
-            wrong = f"does not reach the model ({model} does not map this key); {target} is {arrived} only by default"
+            wrong = f"the key does not reach the model ({model} does not map it); {target} is {arrived} only by default"
             found.warning(path, wrong, f"write {target}: {arrived} as well", rule=rule)
         return
     wrong = f"{value!r} does not reach the model, which MindFormers builds with {target} = {arrived!r}"
@@ -141,7 +141,7 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
     for name in transformer["unread"]:
         path, value = built.origin.get(name), built.fields.get(name)
         if path is not None and view.has(path) and value and value != defaults[name]["default"]:
-            wrong = f"has no effect, because no training code reads TransformerConfig.{name}"
+            wrong = f"the key has no effect, because no training code reads TransformerConfig.{name}"
             found.warning(path, wrong, "leave the key out", rule="inert")
 
 
@@ -152,7 +152,7 @@ def _tied(view: View, schema: Schema, found: Findings) -> None:
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied and not (ties and key == "tie_word_embeddings"):
             right = "leave the key out" if ties else f"write {not tied}"
-            found.warning((*MODEL, key), f"does not reach the training model, which {how}", right)
+            found.warning((*MODEL, key), f"the key does not reach the training model, which {how}", right)
 
 
 # of public models: keys of a model that MindFormers' configuration takes and ignores
@@ -188,8 +188,8 @@ def _not_computed(view: View, schema: Schema, found: Findings) -> None:
             )
     if view.flag((*MODEL, "attention_bias")) and not view.flag((*MODEL, "add_bias_linear")):
         wrong = (
-            "gives a bias to queries, keys and values only; in Llama, Qwen3 and GPT-OSS this key also gives one to the "
-            "output of attention"
+            "the key gives a bias only to queries, keys and values; in Llama, Qwen3 and GPT-OSS the output of "
+            "attention also gets a bias"
         )
         found.note((*MODEL, "attention_bias"), wrong, "see docs/stock-differences.md")
     if view.get((*MODEL, "quantization_config")):

@@ -47,7 +47,7 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.option(
     "--here",
     is_flag=True,
-    help="Check whether the recipe can run on this machine: with this option missing data is an error, not a warning.",
+    help="Check whether the recipe can run on this machine; missing data is then an error, not a warning.",
 )
 @click.option("--strict", is_flag=True, help="Also refuse a recipe that has only warnings.")
 @unverified_option

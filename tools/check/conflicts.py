@@ -72,7 +72,7 @@ def _m(key: str) -> KeyPath:
 def _attention(view: View, built: Built, found: Findings) -> None:
     fields, seq = built.fields, built.number("seq_length")
     flash = fields.get("use_flash_attention") is True
-    only = ("works only with flash attention", "write use_flash_attention: True")
+    only = ("the key works only with flash attention", "write use_flash_attention: True")
     for key in ("use_attn_mask_compression", "use_eod_attn_mask_compression"):
         if fields.get(key) and not flash:
             found.error(_m(key), *only, rule="mask_flash")
@@ -162,7 +162,7 @@ def _masks(view: View, built: Built, found: Findings) -> None:
             _m("use_eod_attn_mask_compression"), wrong, "write create_compressed_eod_mask: True", rule="eod_compression"
         )
     if compressed and built.number("seq_length") < 2048:
-        wrong = f"needs sequences of at least 2048 tokens, but seq_length is {built.number('seq_length')}"
+        wrong = f"the key needs sequences of at least 2048 tokens, but seq_length is {built.number('seq_length')}"
         found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "write False", rule="mask_2048")
     if compressed and view.masks_once:
         wrong = "without reset_position_ids or reset_attention_mask the loader fails at the second sample"
@@ -292,7 +292,7 @@ def _sequence(view: View, built: Built, found: Findings) -> None:
     if view.cp == 1 and (algorithm not in (None, "colossalai_cp") or degree > 1):
         found.warning(
             (*PARALLEL, "context_parallel"),
-            "is 1, so that context_parallel_algo and ulysses_degree_in_cp have no effect",
+            "the value is 1, so that context_parallel_algo and ulysses_degree_in_cp have no effect",
         )
 
 
@@ -319,7 +319,7 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
             written = item.get(key, 1)
             if built.fields.get("moe_router_enable_expert_bias") and written != right:
                 wrong = (
-                    f"is {written!r}, but runner_config.{key} is {right}, so that the routers' biases are "
+                    f"the value is {written!r}, but runner_config.{key} is {right}, so that the routers' biases are "
                     "updated wrongly"
                 )
                 found.error(
@@ -481,20 +481,20 @@ def _relocation(view: View, built: Built, found: Findings) -> None:
     dispatcher = built.fields.get("moe_token_dispatcher_type")
     if dispatcher != DEFAULT_DISPATCHER:
         for key in on:
-            only = f"works only with the {DEFAULT_DISPATCHER} dispatcher, not with {dispatcher}"
+            only = f"the key works only with the {DEFAULT_DISPATCHER} dispatcher, not with {dispatcher}"
             found.error(key, only, rule="relocation")
     key, optimizer = on[0], view.get(("optimizer", "type"))
     if optimizer != "AdamW":
-        found.error(key, f"works only with AdamW, not with {optimizer}", _OURS, rule="relocation_adamw")
+        found.error(key, f"the key works only with AdamW, not with {optimizer}", _OURS, rule="relocation_adamw")
     if view.flag(_SHARDED):
-        found.error(key, f"does not work with {'.'.join(_SHARDED)}", _OURS, rule="relocation_sharded")
+        found.error(key, f"the key does not work with {'.'.join(_SHARDED)}", _OURS, rule="relocation_sharded")
     if built.number("moe_router_num_groups") > 1:
-        found.error(key, "does not work with n_group above 1", _OURS, rule="relocation_groups")
+        found.error(key, "the key does not work with n_group above 1", _OURS, rule="relocation_groups")
     callbacks = view.get(("callbacks",)) or []
     if any(isinstance(each, dict) and each.get("type") == "CheckpointMonitor" for each in callbacks):
-        found.error(key, "does not work with CheckpointMonitor", _OURS, rule="relocation_saves")
+        found.error(key, "the key does not work with CheckpointMonitor", _OURS, rule="relocation_saves")
     else:
-        found.warning(key, "does not allow a CheckpointMonitor, so that this run saves no checkpoint", _OURS)
+        found.warning(key, "the key does not allow a CheckpointMonitor, so that this run saves no checkpoint", _OURS)
     relocation = (*MODEL, "enable_expert_relocation")
     if relocation in on and built.number("num_moe_experts") > max(view.ep, 1):
         found.error(relocation, _MISPLACED, _OURS, rule="relocation_order")

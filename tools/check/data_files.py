@@ -202,7 +202,7 @@ def _opened(prefix: str, path: KeyPath, found: Findings, missing: Any) -> IndexR
     if absent:
         missing(
             path,
-            f"{' and '.join(absent)} not found on this machine",
+            f"{' and '.join(absent)} cannot be found on this machine",
             f"`tc3 data prepare --input TEXT --output {prefix}` writes them",
         )
         return None
@@ -310,7 +310,7 @@ def _tokens(index: IndexReader, prefix: str, view: View, built: Built, found: Fi
         wrong = f"{prefix} was made with a vocabulary of {size:,}, but the model's vocabulary is {vocabulary:,}"
         found.error(_VOCABULARY, wrong, f"write at least {size:,}")
     if isinstance(end, int) and isinstance(eod, int) and eod != end:
-        wrong = f"is {eod}, but {prefix} ends its documents with id {end}"
+        wrong = f"the value is {eod}, but {prefix} ends its documents with id {end}"
         found.error((*_CONFIG, "eod"), wrong, f"write {end}", rule="eod_count")
 
 
@@ -326,8 +326,9 @@ def _looked_at(index: IndexReader, prefix: str, vocabulary: int, view: View, fou
         found.error(_VOCABULARY, wrong, f"{larger}prepare the corpus again")
     if any(view.flag((*_CONFIG, key)) for key in _BY_EOD) and (other := last[last != eod].tolist()):
         wrong = (
-            f"is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as {other[0]}"
+            f"the value is {eod}, but {len(other)} of {len(last)} documents of {prefix} end with another id, such as"
         )
+        wrong = f"{wrong} {other[0]}"
         tell = found.error if view.get(_BALANCE) not in (None, False) else found.warning  # the plugin ends the run
         tell((*_CONFIG, "eod"), wrong, "write the id with which the documents end", rule="eod_count")
 
@@ -387,7 +388,8 @@ def _documents(lengths: np.ndarray, asked: int | None, built: Built) -> tuple[fl
     """Return how many documents a sample holds on average, and a number that no sample exceeds.
 
     Args:
-        lengths: the tokens of each document. asked: the number of samples for which the corpus is asked.
+        lengths: the tokens of each document.
+        asked: the number of samples for which the corpus is asked.
     """
     seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
     epochs = max(1, -(-((asked or 0) * seq + 1) // tokens))

@@ -34,7 +34,7 @@ import ml_dtypes  # NumPy learns what bfloat16 is
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from plugins.errors import CheckpointError, not_json
+from plugins.errors import CheckpointError, not_json, read_text
 from plugins.hyper_connections.plan import WEIGHTS as CONNECTIONS
 from plugins.sealed_checkpoint.plan import files_in
 from plugins.sealed_checkpoint.router_state import (
@@ -299,11 +299,10 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         CheckpointError: it is not what MindFormers writes.
     """
+    text = read_text(file, CheckpointError)
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(text)
         listed, storage = content["state_dict_metadata"], content["storage_data"]
-    except OSError as error:
-        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"{file}: this is not MindFormers' metadata of a checkpoint: it {not_json(error)}; copy the checkpoint "

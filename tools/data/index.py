@@ -176,7 +176,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
     expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
         raise BrokenIndexError(
-            f"{path}: the file has {path.stat().st_size:,} bytes, but by the counts in its header it should have "
+            f"{path}: the file has {path.stat().st_size:,} bytes, but by the counts in its header it must have "
             f"{expected:,}; copy the file again"
         )
     if documents < sequences + 1:
@@ -263,7 +263,7 @@ class IndexReader:
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
             raise BrokenIndexError(
-                f"{self.bin_path}: the file has {size:,} bytes, but according to its index {self.idx_path} it should "
+                f"{self.bin_path}: the file has {size:,} bytes, but according to its index {self.idx_path} it must "
                 f"have {expected:,}; copy both files again"
             )
 

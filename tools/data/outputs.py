@@ -175,7 +175,7 @@ def staged(prefix: Path) -> Iterator[Path]:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.unfinished-", dir=prefix.parent))
     except OSError as error:
-        raise DataError(f"--output {prefix}: cannot write to its folder ({error.strerror})") from error
+        raise DataError(f"--output {prefix}: its folder cannot be written ({error.strerror})") from error
     try:
         yield folder
     finally:

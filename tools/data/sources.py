@@ -109,9 +109,9 @@ class Skips:
             self.reporter.log("skipped ... more: only counted from here on")
 
     def summary(self) -> str:
-        """Return a text such as "skipped 2 empty, 1 invalid_utf8"; return an empty text if nothing was skipped."""
+        """Return a text such as "skipped items: 2 empty, 1 invalid_utf8", or "" if nothing was skipped."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count)
-        return f"skipped {counted}" if counted else ""
+        return f"skipped items: {counted}" if counted else ""
 
 
 STDLIB_NAMES = ("stdlib", "python-stdlib")

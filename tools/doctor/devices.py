@@ -300,7 +300,7 @@ def ascend_software(patient: Patient) -> Answer:
         return Answer("fail", f"{seen}: this driver takes firmware {taken}")
     if takes is None and found["driver"]:
         hint = "" if found["firmware"] else " (in a container, run tc3 doctor on its host)"
-        seen += f": whether the driver takes the firmware cannot be told{hint}"
+        seen += f": it is unknown whether the driver takes the firmware{hint}"
     return Answer("ok" if takes and found["CANN"] else "unknown", seen)
 
 
@@ -331,7 +331,7 @@ def checkpoint_room(patient: Patient) -> Answer:
     table = table_of(patient.recipe, convert(patient.recipe, load_schema()))
     found = free_space(patient, str(patient.folder))
     if table is None or found is None:
-        return Answer("unknown", "the size of the model or of the disk cannot be told")
+        return Answer("unknown", "the size of the model or of the disk is unknown")
     total, trained = table["parameters_total"], table["parameters_trained"]
     need, free = (trained * BYTES + total * FROZEN if trained != total else total * BYTES), found[2]
     seen = f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"

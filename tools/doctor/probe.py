@@ -208,8 +208,8 @@ def probe(recipe: Path | None, workers: int | None, folder: Path) -> Probe:
     worker for each NPU, or with a worker for each core.
 
     Raises:
-        ClusterError: the cores of the host are unknown, or there are more workers than NPUs. RecipeError: the recipe
-            cannot be read.
+        ClusterError: the cores of the host are unknown, or there are more workers than NPUs.
+        RecipeError: the recipe cannot be read.
     """
     root = Root()
     host = read_host(root)

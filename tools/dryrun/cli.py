@@ -80,8 +80,8 @@ class Ranks(click.ParamType):
 @click.option(
     "--micro-batches",
     type=Number("micro_batches"),
-    help="Compile the pipeline with this many micro-batches. By default, the command takes twice as many as the "
-    "pipeline has stages, or the recipe's number if that is smaller.",
+    help="Compile the pipeline with this many micro-batches. By default, the number is twice the number of "
+    "pipeline stages, or the recipe's number of micro-batches if that is smaller.",
 )
 @click.option(
     "--quick",

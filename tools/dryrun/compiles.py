@@ -341,7 +341,8 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     a guess.
 
     Args:
-        kind: the class of the exception. recipe: the compiled recipe; some causes are visible only in its keys.
+        kind: the class of the exception.
+        recipe: the compiled recipe; some causes are visible only in its keys.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):

@@ -394,7 +394,7 @@ class _Walk:
         return frozenset((Way((), node.op),))
 
     def tuple_members(self, graph: str, text: str) -> frozenset[Way]:
-        """Return the gradient's paths that end in any member of a tuple."""
+        """Return the paths by which a gradient reaches any member of a tuple."""
         number = re.fullmatch(r"%(\d+)", text)
         made = self.graph.graphs[graph][int(number[1])] if number else None
         if made is None or made.op != "MakeTuple":

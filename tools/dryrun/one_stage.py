@@ -31,7 +31,7 @@ def one_stage(recipe: Recipe, devices: int) -> Recipe:
     if swaps(view):
         raise RecipeError(
             f"{recipe.source}: one stage cannot be compiled separately, because the recipe swaps activations and "
-            "therefore holds lists of layer numbers, and not numbers of layers; write model_config.swap: False"
+            "therefore holds lists of layers instead of counts of layers; write model_config.swap: False"
         )
     stages = stages_of(view)
     stage = max(stages, key=lambda one: len(one.kinds))

@@ -29,9 +29,10 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"{report['recipe']}: {report['devices']:,} virtual devices, {layout}", highlight=False, markup=False)
     console.print(_memory(report))
     console.print(
-        "GiB on one device. Exact, from MindSpore's layouts and graph: weights, optimizer state, accumulated gradients,"
-        " weights gathered for the step. Estimates: activations kept for the backward, and alive in one pass."
-        " PFLOP: products and attention of one device and step, with what is recomputed.",
+        "The table shows GiB on one device. Weights, optimizer state, accumulated gradients and weights gathered for"
+        " the step are exact, from MindSpore's layouts and graph. Activations that are kept for the backward pass, or"
+        " alive in one pass, are estimates. PFLOP counts matrix products and attention of one device in a step,"
+        " including recomputation.",
         style="dim",
     )
     if report["compiled"] and not report["quick"]:
@@ -49,7 +50,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     for problem in report["problems"]:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if not report["compiled"]:
-        console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
+        console.print("this recipe is for CPU workers, which communicate by plugins/cpu_backend: built, not compiled")
     else:
         for line in _gradients(report["gradients"]):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -62,7 +63,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 def _fit(report: Mapping[str, Any]) -> str:
     """Return the verdict on the memory of all stages, if every stage has one."""
     if report["fit"] == "no limit":
-        return "the recipe sets no context.max_device_memory: whether it fits is not said"
+        return "the recipe sets no context.max_device_memory, so it is unknown whether it fits"
     fullest = max(report["stages"], key=lambda stage: stage["memory"]["total"])
     memory = fullest["memory"]
     room = f"the fullest stage, {fullest['stage']}, takes {memory['total'] / memory['limit']:.0%} of the limit"
@@ -84,9 +85,9 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
     if updates := [stage for stage in report["stages"] if is_update(stage["memory"])]:
         most, names = max(stage["memory"]["update"] for stage in updates), [str(stage["stage"]) for stage in updates]
         found.append(
-            f"the total of stage{'s' * (len(updates) > 1)} {', '.join(names)} is that of the update after all "
-            f"passes, which needs up to {most / GIB:.2f} GiB of divided gradients in place of gathered weights and "
-            "activations"
+            f"the total of stage{'s' * (len(updates) > 1)} {', '.join(names)} is the memory of the optimizer's update "
+            f"after all passes, which needs up to {most / GIB:.2f} GiB of divided gradients instead of gathered "
+            "weights and activations"
         )
     if away := max((stage["host"] for stage in report["stages"]), default=0):
         found.append(
@@ -95,24 +96,24 @@ def _beside(report: Mapping[str, Any]) -> list[str]:
         )
     if (hccl := report["hccl"]) and hccl["communicators"]:
         found.append(
-            f"HCCL keeps {hccl['bytes'] / GIB:.1f} GiB beside the limit, at least: {hccl['communicators']} "
-            "communicators with 2 x HCCL_BUFFSIZE each (200 MB unless it is set), whatever the loads are"
+            f"HCCL needs at least {hccl['bytes'] / GIB:.1f} GiB outside the limit, for any loads: "
+            f"{hccl['communicators']} communicators with 2 x HCCL_BUFFSIZE each (200 MB unless it is set)"
         )
     if not report["loads"]:
         return found
     error = known_errors().margin
-    return [*found, f"what uneven loads add is modelled, not compiled, and taken to be off by {error:.1%} at most"]
+    return [*found, f"the memory that uneven loads add is modelled, with an assumed error of at most {error:.1%}"]
 
 
 def _gradients(found: Mapping[str, Any]) -> list[str]:
     """Return which gradients are summed over the right ranks and scaled to the mean, and what is unknown."""
     scale, norm = found["scale"], found["norm"]
     said = (
-        f"gradients: {found['right']} of {found['weights']} weights of the compiled ranks have theirs summed once over "
-        "exactly the ranks that hold a copy"
+        f"gradients: those of {found['right']} of {found['weights']} weights of the compiled ranks are summed once "
+        "over exactly the ranks that hold a copy"
     )
     means = (
-        f"gradients: {scale['right']} of {scale['weights']} weights have theirs divided once by the loss scale, the "
+        f"gradients: those of {scale['right']} of {scale['weights']} weights are divided once by the loss scale, the "
         "micro-batches and the devices of a stage"
     )
     counts = f"global norm: the elements of {norm['once']} of {norm['weights']} weights are counted once"
@@ -128,7 +129,7 @@ def _gradients(found: Mapping[str, Any]) -> list[str]:
 
 def _unknown(told: Sequence[str]) -> list[str]:
     """Return the first lines of what is not known, and how many more there are."""
-    more = [f"unknown: of these and {len(told) - _SHOWN} more; --json names all"] if len(told) > _SHOWN else []
+    more = [f"unknown: {len(told) - _SHOWN} more lines, which --json prints"] if len(told) > _SHOWN else []
     return [*[f"unknown: {line}" for line in told[:_SHOWN]], *more]
 
 
@@ -152,7 +153,7 @@ def _together(report: Mapping[str, Any]) -> str:
     if report["quick"]:
         return f"{same}; of the pipeline's {every} links none was compared: leave out --quick"
     seen = links["exact"] + links["alike"]
-    left = f"; of {links['unknown']} links no end was compiled, nor a stage like it" if links["unknown"] else ""
+    left = f"; {links['unknown']} links were not compared" if links["unknown"] else ""
     return (
         f"{seen} of {every} links between stages compared: their Sends and Receives fit ({links['exact']} with both "
         f"ends compiled, {links['alike']} by stages like theirs){left}; {same}"
@@ -165,16 +166,16 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """
     if report["quick"]:
         return [
-            "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "
-            "the stages are put together from them, each of its own kinds. A stage's total is within "
-            f"{report['quick_error']:.0%} of full depth; traffic is not given: leave out --quick for both"
+            "quick: each kind of layer (dense or MoE, with equal recomputation and swapping) was compiled once, and "
+            "the stages are composed from the results. A stage's total is within "
+            f"{report['quick_error']:.0%} of that of a full compile, and traffic is not given: leave out --quick"
         ]
     found = []
     micro = report["micro_batches"]
     if micro["compiled"] != micro["step"]:
         found.append(
-            f"compiled with {micro['compiled']} of {micro['step']} micro-batches: each is a call of the same subgraph, "
-            "so that traffic and FLOPs of a step are multiplied out"
+            f"compiled with {micro['compiled']} of {micro['step']} micro-batches; because every micro-batch calls the "
+            "same subgraph, traffic and FLOPs are scaled to a whole step"
         )
     copies = [stage for stage in report["stages"] if not stage["compiled"]]
     if copies:

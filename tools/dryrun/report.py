@@ -153,8 +153,8 @@ def loads_asked(text: str, recipe: Recipe) -> Loads:
     value of the recipe may be `auto`.
 
     Raises:
-        RecipeError: the memory model cannot predict the recipe's memory; or as for `loads_of`. DataError: see
-            `loads_of`.
+        RecipeError: the memory model cannot predict the recipe's memory; or as for `loads_of`.
+        DataError: see `loads_of`.
     """
     if View(recipe).on_cpu:
         raise RecipeError(

@@ -139,8 +139,8 @@ def newer_error(hardware: Hardware) -> Newer | None:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the path of the file that describes the hardware of a cluster; a name that is no cluster of this
-    repository is taken as a path.
+    """Return the path of the file that describes the hardware of a cluster. If this repository has no cluster with the
+    given name, the name is taken as a path.
     """
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")

@@ -220,8 +220,8 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 
 def shards_gradients(view: View) -> bool:
     """Return whether accumulated gradients are sharded. With `optimizer_level: level2` the gradients are sharded,
-    whatever `gradient_accumulation_shard` says (MindSpore 2.9.0, set_parallel_optimizer_config). With level1 and level3
-    the gradients are not sharded, and MindSpore refuses `gradient_accumulation_shard` together with these levels.
+    whatever `gradient_accumulation_shard` says (MindSpore 2.9.0, set_parallel_optimizer_config). With `optimizer_level`
+    level1 or level3 the gradients are not sharded, and MindSpore refuses `gradient_accumulation_shard`.
     """
     level = view.get(LEVEL)
     return view.flag(GRADIENTS) if level is None else level == "level2"

@@ -177,8 +177,8 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
 def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     """Return the bytes of HBM traffic for adding one micro-batch's gradient of a matmul's weights to the accumulated
     gradient, which is read and written. The result is 0 for FSDP, which reduces gradients as they are computed. The
-    result is also 0 for MindFormers, because the fitted efficiencies of other operators include the time of this
-    addition.
+    result is also 0 for MindFormers, because the fitted efficiencies of other operators include the time of adding
+    gradients.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from plugins.errors import DataError, RecipeError, not_json, refuse_unknown
+from plugins.errors import DataError, RecipeError, not_json, read_text, refuse_unknown
 from plugins.expert_balance.plan import device_loads
 from plugins.expert_balance.record import load_file, read
 from tools.estimate.configuration import Configuration
@@ -189,8 +189,8 @@ def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
             cannot have is then the largest that they can have; otherwise it is refused.
 
     Raises:
-        RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run. DataError:
-            see `read_loads`.
+        RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run.
+        DataError: see `read_loads`.
     """
     if not config.model.experts:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
@@ -272,12 +272,7 @@ def read_loads(path: Path, config: Configuration) -> Loads:
     path = load_file(path) if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"--loads {path}: there is no such file; give {FORMS}")
-    try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"--loads {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"--loads {path}: the file cannot be read ({error.strerror})") from None
+    text = read_text(path, DataError, "--loads ")
     left_out: list[str] = []
     if path.suffix == ".csv":
         rows = _csv_rows(path, text)
@@ -394,13 +389,13 @@ def _parsed(text: str) -> Any:
 def _whole(value: Any, place: str) -> int:
     most = _MOST[place.rpartition(" ")[2]]
     if type(value) is not int or not 0 <= value <= most:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a whole number from 0 to {most:,}")
+        raise DataError(f"{place}: the value must be a whole number from 0 to {most:,}, not {str(value)[:40]!r}")
     return value
 
 
 def _check_count(value: Any, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise DataError(f"{place}: {str(value)[:40]!r} must be a finite number of tokens, 0 or more")
+        raise DataError(f"{place}: the value must be a finite number of tokens, 0 or more, not {str(value)[:40]!r}")
     return float(value)
 
 

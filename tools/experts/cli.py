@@ -75,9 +75,9 @@ def report_command(
 ) -> None:
     """Report how unevenly the experts of a run load their devices, as recorded in its metrics/expert_load.jsonl.
 
-    RUN is the folder of a run with plugins.expert_balance, LOG its expert_load.jsonl. The command replays policies of
-    moving experts on the recorded loads: a policy plans at each step with the loads up to this step, and is judged by
-    the steps that follow. Seconds are modelled.
+    RUN is the folder of a run with plugins.expert_balance; LOG is such a run's expert_load.jsonl. The command replays
+    policies of moving experts on the recorded loads: a policy plans at each step with the loads up to this step, and is
+    judged by the steps that follow. Seconds are modelled.
     """
     from rich.console import Console
 

@@ -116,14 +116,14 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
     for advice in advices:
         console.print()
         console.print(_table(advice))
-        console.print(f"the recipe as it is written: {advice.written.words}")
+        console.print(f"the recipe as written: {advice.written.words}")
         if advice.as_1f1b:
             console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
         use = yaml.safe_dump(advice.overlay, default_flow_style=True, width=1000).strip()
-        console.print(f"use: {use if advice.overlay else 'the recipe as it is written'}")
+        console.print(f"use: {use if advice.overlay else 'the recipe as written'}")
         console.print(f"why: {advice.why}")
         if _uneven(advice):
-            console.print("\nwhat would change a step under these loads (the recipe as it is written, modelled):")
+            console.print("\nwhat would change a step under these loads (the recipe as written, modelled):")
             for line in lines(what_if(advice, asked)):
                 console.print(line)
     console.print()
@@ -308,7 +308,7 @@ def ep_report(
         try:
             of_degree = with_degree(changed, degree) if degree else changed
             if refused := new_errors(changed, of_degree):
-                raise RecipeError(f"tc3 check refuses it in this recipe: {refused[0]}")
+                raise RecipeError(f"tc3 check refuses this degree in the recipe: {refused[0]}")
             modes, cuts = choices(of_degree, devices)
             other = degree if degree != View(loaded).ep else None
             found = advise(of_degree, devices, asked, modes, cuts, planned=planned)

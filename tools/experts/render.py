@@ -24,10 +24,10 @@ SHOWN = 12  # layers in the table; --json has all
 LAYER_HEADS = ("layer", "busiest expert", "", "max/mean", "95 % up to", "worst step", "micro-batch", "bound")
 POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves", "copies", "plan", "waits a step", "saves")
 NOTES = (
-    "max/mean: tokens of the fullest device of an EP group over the mean of its devices; all others wait for it",
-    "policies plan with the loads seen until then and are judged by the steps after the first plan",
-    "moves: experts of a layer that change device at a plan; plan: time to plan all layers on this machine",
-    "copies: of a layer's experts, on average; what they send in every micro-batch is not in the seconds",
+    "max/mean: the tokens of an EP group's fullest device, for which all others wait, divided by the devices' mean",
+    "policies plan with the loads up to the present step and are judged by the steps after the first plan",
+    "moves: the experts of a layer that change device at a plan; plan: the time to plan all layers on this machine",
+    "copies: the mean number of copies of a layer's experts, whose traffic in each micro-batch the seconds leave out",
 )
 _HOTTEST = 3.0  # times the mean, at the end of the colour scale
 _FEW_LAYERS = 4  # layers that get a panel of their own, expert by step
@@ -238,26 +238,26 @@ def head(found: Study) -> str:
 def notes(found: Study) -> list[str]:
     """Return lines that list the data and the assumptions behind the report on a run's expert loads."""
     lines, seconds = list(NOTES), found.seconds
-    lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
+    lines.append("bound: the best possible placement for the sum of all steps; micro-batch: the worst, if recorded")
     if isinstance(seconds, str):
         lines.append(f"seconds: unknown: {seconds}")
     else:
         lines.append(
-            f"seconds: modelled, not measured, on {seconds.cluster} by the estimator of tc3 search, each layer "
-            f"as long as on its fullest device; {seconds.even:.2f} s where all devices have as much, and moving "
-            f"experts is not in them. Efficiencies are fitted to published runs whose skew is not known; step times "
+            f"seconds: modelled, not measured, on {seconds.cluster} by the estimator of tc3 search: each layer takes "
+            f"the time of its fullest device; a step with equal loads takes {seconds.even:.2f} s, and the moves of "
+            f"experts are not counted. Efficiencies are fitted to published runs whose skew is not known; step times "
             f"are {seconds.error}"
         )
     moved = next((one for one in found.policies if one.move_s is not None), None)
     if moved and moved.move_s is not None:
         lines.append(f"the run's own exchanges took {moved.move_s:.2f} s each, measured")
     if not found.first:
-        lines.append(f"no plan falls before the last step: a log longer than {found.every} steps says what plans bring")
+        lines.append(f"the log has no step after a plan: a log longer than {found.every} steps shows the gain of plans")
     if found.differs is not None:
         how = f"first differs at step {found.differs[0]}" if found.differs else "gives the recorded placements exactly"
         lines.append(f"a replay of the recipe's settings {how}")
     noise = counting_noise(found)
-    lines.append(f"even uniform routing would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
+    lines.append(f"even a router that chooses experts at random would have a max/mean of {noise:.3f} in a step")
     return lines
 
 

@@ -39,8 +39,8 @@ def restore_order(
     is in memory.
 
     Args:
-        folder: a complete checkpoint, which is a folder `iteration_*` of MindFormers; target: a folder that does not
-            exist yet.
+        folder: a complete checkpoint, which is a folder `iteration_*` of MindFormers.
+        target: a folder that does not exist yet.
         progress: a function that is called with the name of each file that is written.
         salvage: whether damaged and non-finite values are copied unchanged, and recorded in `target`; otherwise they
             are errors.

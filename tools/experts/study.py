@@ -40,8 +40,8 @@ class Source:
     """A `Source` is the log of a run's expert loads, with the recipe and the settings of the run.
 
     Args:
-        file: the log from which `records`, one for each step, were read. recipe: the run's recipe, in which no value is
-            `auto`; None if the recipe is unknown.
+        file: the log from which `records`, one for each step, were read.
+        recipe: the run's recipe, in which no value is `auto`; None if the recipe is unknown.
         settings: the settings of `plugins.expert_balance` in the recipe, or the plugin's defaults.
     """
 
@@ -55,12 +55,13 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
     """Return the log of expert loads at `place` (the folder of a run, or the log file), with the recipe of the run.
 
     Args:
-        recipe: the path of a recipe that replaces the run's own recipe. say: a function that receives lines about the
-            values that replaced `auto`, and about lines of the log that were left out.
+        recipe: the path of a recipe that replaces the run's own recipe.
+        say: a function that receives lines about the values that replaced `auto`, and about lines of the log that were
+            left out.
 
     Raises:
         DataError: the log does not exist, is broken, or has other numbers of experts or layers than the recipe.
-            RecipeError: the recipe is broken.
+        RecipeError: the recipe is broken.
     """
     if not place.exists():
         raise DataError(
@@ -87,8 +88,9 @@ class Seconds:
     """A `Seconds` predicts how long the steps of a run take under its recorded expert loads.
 
     Args:
-        cluster: the cluster on which the steps run. config: the configuration of the run. even: the seconds of a step
-            in which all devices have the same load.
+        cluster: the cluster on which the steps run.
+        config: the configuration of the run.
+        even: the seconds of a step in which all devices have the same load.
         error: the usual error of predicted step times, in words.
     """
 
@@ -139,10 +141,11 @@ class Policy:
     recorded steps.
 
     Args:
-        every: the number of steps between two plans; 0: there are no plans. ratios: [steps, layers] the max/mean of the
-            devices' loads.
-        moves: [steps, layers] the numbers of experts that moved to another device. plans: the number of plans, each for
-            the whole model; plan_s: the seconds to compute one plan.
+        every: the number of steps between two plans; 0: there are no plans.
+        ratios: [steps, layers] the max/mean of the devices' loads.
+        moves: [steps, layers] the numbers of experts that moved to another device.
+        plans: the number of plans, each for the whole model.
+        plan_s: the seconds to compute one plan.
         waits: the seconds of a step in which devices wait for the fullest device, after the first plan; None: unknown.
         move_s: the measured seconds of one exchange of experts; None if no exchange was measured.
         copies: the mean number of copies of experts in a layer, after the first plan.
@@ -168,16 +171,17 @@ class Study:
     """A `Study` is the whole report on a log of expert loads.
 
     Args:
-        tokens: int64 [steps, layers, E] the tokens of each logical expert; ratios: [steps, layers] the recorded
-            max/mean of the devices' loads.
+        tokens: int64 [steps, layers, E] the tokens of each logical expert.
+        ratios: [steps, layers] the recorded max/mean of the devices' loads.
         devices: [layers, D] the recorded load of each device divided by the mean of the layer, over all steps.
         experts: [layers, E] the load of each logical expert divided by the mean of the layer, over all steps.
         bounds: [layers] a lower bound on the max/mean of every placement of experts, for the loads summed over all
             steps.
-        policies: the policies, of which the first is `NONE`. first: the index of the first step before which a plan
-            could have been made.
-        seconds: the predictor of step times, or the reason why step times are unknown. differs: the steps at which a
-            replay of the recipe's settings gives other placements than the log; None if such a replay is not possible.
+        policies: the policies, of which the first is `NONE`.
+        first: the index of the first step before which a plan could have been made.
+        seconds: the predictor of step times, or the reason why step times are unknown.
+        differs: the steps at which a replay of the recipe's settings gives other placements than the log; None if such
+            a replay is not possible.
     """
 
     source: Source
@@ -198,9 +202,9 @@ def study(source: Source, cluster: str, every: int | None, spare: int | None = N
     achieved under these loads.
 
     Args:
-        every: the number of steps between two plans; None: the recipe's number. spare: the number of slots of a device
-            for copies of experts, with which two further policies are replayed; None: the recipe's number, 0: no such
-            policies.
+        every: the number of steps between two plans; None: the recipe's number.
+        spare: the number of slots of a device for copies of experts, with which two further policies are replayed;
+            None: the recipe's number, 0: no such policies.
 
     Raises:
         RecipeError: the cluster is unknown, or a device has more spare slots than other devices have experts.

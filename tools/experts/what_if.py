@@ -44,9 +44,10 @@ class Change:
     """A `Change` is the predicted step of a recipe in which one setting is changed.
 
     Args:
-        name: the change in words. step_s: the seconds of a step with this change; None: unknown.
-        max_over_mean: the mean load of the fullest devices divided by the mean load; None: unknown. note: the cost of
-            the change, or the reason why its effect is unknown.
+        name: the change in words.
+        step_s: the seconds of a step with this change; None: unknown.
+        max_over_mean: the mean load of the fullest devices divided by the mean load; None: unknown.
+        note: the cost of the change, or the reason why its effect is unknown.
     """
 
     name: str
@@ -64,8 +65,8 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
     and of the recipe after each change, in this order.
 
     Args:
-        advice: the recipe on a cluster, under uneven loads. asked: the text of `--loads`, from which the loads at other
-            EP degrees are computed.
+        advice: the recipe on a cluster, under uneven loads.
+        asked: the text of `--loads`, from which the loads at other EP degrees are computed.
     """
     times, own, loads = TimeModel(advice.hardware), advice.written.config, advice.loads
     even = step_under(times, own, EVEN).total
@@ -104,7 +105,7 @@ def _moved(times: TimeModel, own: Configuration, loads: Loads, advice: Advice) -
         float(found.ratios[behind].mean()),
         f"of the {len(behind)} steps after the first plan, which take {before:.2f} s without; a plan moves "
         f"{found.moves.sum() / found.plans / found.moves.shape[1]:.1f} experts of a layer, {cost:.2f} s over the links "
-        "(modelled: nobody has moved experts on a device)",
+        "(modelled; moves were not measured on a device)",
     )
 
 
@@ -124,8 +125,9 @@ def move_seconds(times: TimeModel, config: Configuration, first: np.ndarray, slo
     sends the most bytes over the slowest link of the EP group determines the time.
 
     Args:
-        first: [layers, E] the placement before the first step. slots: [steps, layers, E] the placement after each step.
-            plans: the number of plans in these steps.
+        first: [layers, E] the placement before the first step.
+        slots: [steps, layers, E] the placement after each step.
+        plans: the number of plans in these steps.
     """
     experts = slots.shape[2]
     each = experts // config.ep

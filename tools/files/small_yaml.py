@@ -65,9 +65,9 @@ class SmallLoader(yaml.SafeLoader):
     def _hold(self, values: int, levels: int, mark: yaml.Mark | None = None) -> None:
         problem = ""
         if values > MAX_VALUES:
-            problem = f"more than {MAX_VALUES:,} values, aliases written out: no recipe has as many"
+            problem = f"the file has more than {MAX_VALUES:,} values (with its aliases written out)"
         if levels > MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} levels deep"
+            problem = f"the values are nested more than {MAX_DEPTH} levels deep"
         if problem:
             raise TooLarge(problem=problem, problem_mark=mark or self.get_mark())
 
@@ -83,10 +83,10 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
     try:
         status = os.stat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise error(f"{file}: is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no ordinary file'}")
+            raise error(f"{file}: this is {'a folder' if stat.S_ISDIR(status.st_mode) else 'not an ordinary file'}")
         if status.st_size > MAX_BYTES:
-            size = status.st_size / 2**20
-            raise error(f"{file}: {size:.1f} MiB; at most {MAX_BYTES / 2**20:g} MiB are read: is it the right file?")
+            size, most = status.st_size / 2**20, MAX_BYTES / 2**20
+            raise error(f"{file}: the file has {size:.1f} MiB, but only files of at most {most:g} MiB are read")
         with open(file, "rb") as stream:
             content = stream.read(MAX_BYTES)
         return content.decode("utf-8")

@@ -25,11 +25,12 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     """Print the report on operator fusion to `console`."""
     console.print(f"{report['recipe']}: level {report['level']} ({report['why']})")
     if report["disabled"]:
-        console.print(f"left alone by plugins.operator_fusion.disable: {', '.join(report['disabled'])}")
+        console.print(f"not fused because of plugins.operator_fusion.disable: {', '.join(report['disabled'])}")
     console.print(_parts(report))
     console.print(
-        "MiB of HBM traffic of the operators that DVM takes, each by itself and as kernels. Of one layer for a kind of"
-        " layers; others: MiB of operators that it refuses, without products, attention and collectives."
+        "The table shows the MiB of HBM traffic of the operators that DVM takes, before and after fusion, for a layer "
+        "of each kind. The column `others` shows the MiB of the operators that DVM refuses, except matrix products, "
+        "attention and collectives."
     )
     console.print(_stages(report))
     if report["patterns"]:
@@ -42,8 +43,11 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     for row in report["parts"]:
         if "estimator" in row:
             console.print(_estimator(row))
-    console.print(f"Modelled seconds on {report['cluster']}: bytes over what the estimator says elementwise operators")
-    console.print(f"reach of HBM. Their error on {report['error']}.", soft_wrap=True)
+    console.print(
+        f"The seconds on {report['cluster']} are modelled: bytes divided by the HBM bandwidth that the estimator "
+        f"assumes for elementwise operators. The error of these seconds for {report['error']}.",
+        soft_wrap=True,
+    )
     for line in report["not_known"]:
         console.print(f"not known: {line}", soft_wrap=True)
 
@@ -69,8 +73,9 @@ def _stages(report: Mapping[str, Any]) -> Table:
         seconds = (f"{row[f'seconds_{key}']:.3f}" for key in ("before", "after", "saved"))
         table.add_row(name, *sizes, *seconds, f"{row['launches_saved']:,}", f"{row['launch_seconds_saved']:.3f}")
     table.caption = (
-        f"Of a step of {report['micro_batches']} micro-batches; most is saved on stage {fullest(report)['stage']}. A "
-        f"launch is {report['launch_seconds'] * 1e6:g} us ({certainty}), if the device waits for each."
+        f"The table is for a step of {report['micro_batches']} micro-batches; fusion saves most on stage "
+        f"{fullest(report)['stage']}. A launch takes {report['launch_seconds'] * 1e6:g} us ({certainty}), if the "
+        "device waits for each launch."
     )
     return table
 
@@ -95,7 +100,7 @@ def _patterns(report: Mapping[str, Any]) -> Table:
 
 
 def _alone(report: Mapping[str, Any]) -> Table:
-    table = _table("part", "stays alone", "operators", "MiB", "why")
+    table = _table("part", "not fused", "operators", "MiB", "why")
     for row in report["alone"][:_SHOWN]:
         count, size = f"{row['operators']:g}", f"{row['bytes'] / MIB:,.0f}"
         table.add_row(row["part"], row["operator"], count, size, row["why"])
@@ -114,7 +119,7 @@ def _estimator(row: Mapping[str, Any]) -> str:
     """Return the traffic that the estimator counts, beside the traffic in the graph."""
     told = row["estimator"]
     return (
-        f"{row['part']}, forward, all but products and attention: the estimator takes {told['bytes'] / MIB:,.0f} MiB "
+        f"{row['part']}, forward, except products and attention: the estimator counts {told['bytes'] / MIB:,.0f} MiB "
         f"({'x' if told['applied'] else 'unfused x'} {told['factor']:g}{'' if told['applied'] else ', not applied'}); "
         f"the graph has {told['graph_fused'] / MIB:,.0f} MiB, unfused x {told['graph_factor']:g}"
     )
@@ -128,7 +133,7 @@ def _left(table: Table, rows: list[Any]) -> Table:
 
 def _table(*columns: str) -> Table:
     table = Table(caption_justify="left")
-    words = ("part", "pass", "stage", "runs each", "kernel", "stays alone", "why", "weight gradients", "matches")
+    words = ("part", "pass", "stage", "runs each", "kernel", "not fused", "why", "weight gradients", "matches")
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table
@@ -155,11 +160,9 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     axes.set_yticks(range(len(rows)), [row["part"] for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set_xlabel("GiB of HBM traffic of the operators that DVM takes, a micro-batch (modelled)")
+    axes.set_xlabel("GiB of HBM traffic of the operators that DVM takes, for one micro-batch (modelled)")
     patches = [axes.barh(0, 0, color=colour, label=name) for name, colour in zip(PASSES, _COLOURS, strict=True)]
-    patches.append(axes.barh(0, 0, color="#bbbbbb", hatch="//", edgecolor="white", label="as kernels"))
+    patches.append(axes.barh(0, 0, color="#bbbbbb", hatch="//", edgecolor="white", label="after fusion"))
     figure.legend(handles=patches, fontsize="small", loc="outside lower center", ncols=len(patches))
-    axes.set_title(
-        f"{report['recipe']}: level {report['level']}, each operator alone and as kernels", fontsize="medium"
-    )
+    axes.set_title(f"{report['recipe']}: level {report['level']}, before and after fusion", fontsize="medium")
     return save_figure(figure, path)

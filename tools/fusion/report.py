@@ -162,20 +162,21 @@ def _labels(kinds: Sequence[Kind]) -> dict[Kind, str]:
 
 
 NOT_KNOWN = (
-    "kernels on Ascend were compared with nothing; MindSpore's own passes on a CPU were, by clusters and kernels "
+    "the predicted kernels were compared with those of MindSpore's own passes on a CPU, but not with kernels on Ascend "
     "(docs/fusion.md)",
-    "the graph is the front end's: what the backend's other passes change before the fusion is not in it",
-    "a composite (AddExt, SiLU, ...) counts as one kernel of its main part; of what it is opened into nothing is known",
-    "each tensor is taken to be read and written once by each kernel; what stays in the L2 cache is not modelled",
+    "the graph lacks the changes that other passes of MindSpore's backend make before the fusion",
+    "a composite operator (AddExt, SiLU, ...) counts as one kernel, because the parts into which MindSpore expands it "
+    "are not known",
+    "each kernel is assumed to read and write each tensor once; the L2 cache is not modelled",
 )
-CUBE = "level cube: how products are joined with what stands behind them is not modelled; counted as level vector"
+CUBE = "at level cube, the fusion of products with the operators after them is not modelled; level vector is counted"
 QUICK = (
-    "stages are put together from a layer of each kind: first stages of the 438B and the 1119B, compiled whole, have "
-    "up to 1.3 % more kernels and 1 % more bytes (--stage compiles one whole)"
+    "stages are composed from one layer of each kind: the first stages of the 438B and the 1119B, compiled whole, have "
+    "up to 1.3 % more kernels and 1 % more bytes (--stage compiles a whole stage)"
 )
 GRADIENTS_OFF = (
-    "MindSpore registers both weight-gradient passes switched off (public sources; only --enable_pass turns them on), "
-    "so bytes at stake, not saved"
+    "MindSpore's public sources switch both weight-gradient passes off (only --enable_pass switches them on), so their "
+    "bytes are at stake, but not saved"
 )
 
 

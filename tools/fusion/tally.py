@@ -379,9 +379,11 @@ class Found:
     """A `Found` is a matrix product whose result, a weight gradient, is added to the accumulated gradient.
 
     Args:
-        fusion: the name of the fusion pass. place: the position of the AssignAdd among the operators.
-        product: the operator of the matrix product; result: the output of this operator. between: the operators between
-            the product and AssignAdd, in order.
+        fusion: the name of the fusion pass.
+        place: the position of the AssignAdd among the operators.
+        product: the operator of the matrix product.
+        result: the output of this operator.
+        between: the operators between the product and AssignAdd, in order.
         refusal: the reason why the pass does not match here; "" if it matches when it is enabled.
         bytes: the HBM traffic that the fusion pass saves, because the product's result is no longer written and read.
     """
@@ -452,7 +454,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
     if [word for word in arguments_of(product.head) if word.startswith("Bool(")] != ["Bool(1)", "Bool(0)"]:
         return "transpose_a is needed, and no transpose_b"
     if math.prod(product.outputs[0].shape) > LIMIT:
-        return f"more than {LIMIT:,} numbers"
+        return f"more than {LIMIT:,} elements"
     return _types(product.inputs[:2], total)
 
 

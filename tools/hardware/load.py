@@ -70,7 +70,7 @@ class _Loader(SmallLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a YAML mapping as the parent class does, and raise an error for a key that occurs twice in the mapping
-        itself. It is no error if a key of the mapping also occurs in a mapping that `<<` merges.
+        itself. A key of the mapping may also occur in a mapping that `<<` merges.
         """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -88,8 +88,8 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     """Return the content of a YAML file that a user wrote, such as a cluster's file.
 
     Args:
-        error: the class of the errors that are raised; shown: the name of the file in error messages, by default
-            `path`.
+        error: the class of the errors that are raised.
+        shown: the name of the file in error messages, by default `path`.
 
     Raises:
         error: the file cannot be read, is not YAML, or is too large.
@@ -104,7 +104,8 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
         line = f":{mark.line + 1}" if mark else ""
         raise error(f"{name}{line}: the file cannot be read: {wrong.problem or wrong.context}") from None
     except (yaml.YAMLError, RecursionError) as wrong:
-        raise error(f"{name}: the file cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
+        why = " ".join(str(wrong).split()) or "its values are nested too deep"
+        raise error(f"{name}: the file cannot be read: {why}") from None
     except TC3Error:
         raise
     except ValueError as wrong:  # a date or a number that is none

@@ -43,7 +43,8 @@ from tools.pipeline.schedules import pairs_up
 
 def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
     """Return `config` with fewer layers that recompute groups of operators: only as many as are needed so that every
-    stage stays within `cap_bytes`. The groups whose recomputation takes the most time are reduced first.
+    stage stays within `cap_bytes`. The function first tries to keep the results of the groups whose recomputation takes
+    the most time.
     """
     kind = config.model.last_kind
     names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
@@ -399,8 +400,8 @@ class Way(NamedTuple):
 
 def ways(config: Configuration) -> list[Way]:
     """Return arguments of `pipeline_instance` for the optimiser's problems that are solved for a configuration; return
-    [] if no layer can move. Otherwise there are two problems, or three with MTP: one in which no layer may be
-    recomputed fully, one in which layers may be, and one in which the last layer and the MTP layers are.
+    [] if no layer can move. In the first problem no layer may be recomputed fully, in the second problem every layer
+    may be; with MTP, a third problem always recomputes the last layer and the MTP layers.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []

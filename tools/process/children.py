@@ -164,7 +164,8 @@ def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedPro
     On Ctrl-C or SIGTERM the child process ends first, by SIGTERM, and by SIGKILL if SIGTERM does not suffice.
 
     Raises:
-        OSError: the command cannot be started. KeyboardInterrupt: this process received Ctrl-C or SIGTERM.
+        OSError: the command cannot be started.
+        KeyboardInterrupt: this process received Ctrl-C or SIGTERM.
     """
     with terminate_as_interrupt(), child(command, GRACE, text=True, **options) as process:
         out, errors = process.communicate()
@@ -382,7 +383,8 @@ class _Member:
         self.process.join(timeout=60)
         code = self.process.exitcode
         return DataError(
-            f"a worker process died (exit code {code}); -9 mostly means that the memory was full: try fewer --workers"
+            f"a worker process died (exit code {code}); exit code -9 mostly means that the memory was full: try fewer "
+            "--workers"
         )
 
 

@@ -22,7 +22,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, read_text
 
 OUTPUTS = "outputs"
 _PATIENCE = 30.0  # seconds for one tool on a busy host; a driver that hangs is a finding of its own
@@ -154,18 +154,10 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
         ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
             slots.
     """
-    try:
-        if path.exists() and not path.is_file():
-            raise ClusterError(f"--nodes {path}: the file cannot be read, because it is not an ordinary file")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ClusterError(f"--nodes {path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
-    except OSError as error:
-        raise ClusterError(f"--nodes {path}: the file cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
     hosts: list[str] = []
     slots = 0
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, ClusterError, "--nodes ").splitlines(), 1):
         if not (text := line.split("#")[0].strip()):
             continue
         match = _LINE.fullmatch(text)

@@ -115,7 +115,7 @@ def fit(
     for name in names:
         value, span = getattr(best, name), bounds[name]
         if min(abs(value - bound) for bound in span) < 1e-6 * span[1]:
-            kept[name] = "fitted, but it stands at the end of its range: the model lacks something there"
+            kept[name] = "fitted, but its value is at the limit of its range: the model lacks something there"
     before, after = (modelled(config, hardware, values, stage) for values in (start, best))
     return Fit(best, tuple(names), kept, before, after, measured)
 

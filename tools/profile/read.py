@@ -33,6 +33,7 @@ note says so.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import Counter, defaultdict
@@ -45,7 +46,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from plugins.errors import DataError, not_json
+from plugins.errors import DataError, not_json, read_text
 from tools.files.atomic import real_path
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
 
@@ -113,7 +114,11 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
             step = next((row[key].strip() for key in ("Step ID", "Step Id") if row.get(key)), "")
             by_step[step].append(_kernel(row, f"{folder / KERNELS}:{number}", ranks, origin))
         found = [_step(kernels, lengths.get(name)) for name, kernels in by_step.items()]
-        notes = [] if any(kernel.inputs for kernel in found[0].kernels) else ["no shapes: profile at level 1 for them"]
+        notes = (
+            []
+            if any(kernel.inputs for kernel in found[0].kernels)
+            else ["the profile has no shapes: profile at level 1 to get them"]
+        )
         if len(found) == 1:
             alone = _divided(found[0], steps or max(1, len(lengths)), sum(lengths.values()))
             notes += spread_notes(list(lengths.values()))
@@ -139,14 +144,10 @@ def _rows(path: Path) -> list[Row]:
     Raises:
         DataError: it is not text, or has no rows.
     """
+    text = read_text(path, DataError)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
-                    for row in csv.DictReader(file)]  # fmt: skip
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the file cannot be read: byte {error.start + 1} is not UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None
+        rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
+                for row in csv.DictReader(io.StringIO(text))]  # fmt: skip
     except csv.Error as error:
         raise DataError(f"{path}: this is not a table of comma-separated values: {error}") from None
     if not rows:
@@ -247,7 +248,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
         for column in ("Communication(Not Overlapped)", "Overlapped")
     )
     step = Step(tuple(kernels), sum(lengths.values()) / steps, steps)
-    note = f"no {KERNELS}: sums by type of {STATISTIC}; communication by its group, gaps by layer are unknown"
+    note = f"{KERNELS} is missing: times are sums by type ({STATISTIC}); communication by group is unknown"
     return Profile(
         str(folder), "Ascend", step, steps, timed=False, rank=rank, exposed=(shown, hidden),
         notes=(note, *spread_notes(list(lengths.values()))),
@@ -311,7 +312,7 @@ def read_cpu(folder: Path) -> Profile:
     steps = counts.most_common(1)[0][0]
     notes = [f"a CPU's profile: of {steps} steps each operator's quiet quarter; communication does not appear in it"]
     if not shapes:
-        notes.append("no cpu_framework_*.txt of its rank beside it: shapes are unknown")
+        notes.append("the rank's cpu_framework_*.txt is missing beside it, so shapes are unknown")
     kernels = _quiet(runs, shapes, steps)
     once = min(every for every in runs.values() if len(every) == steps)  # its starts are a step apart
     seconds = max((kernel.start + kernel.seconds for kernel in kernels), default=0.0)

@@ -56,11 +56,11 @@ class Way:
 
 
 def require_mean(typing: Graph, frame: Frame, node: Node, axes: Sequence[str]) -> None:
-    """Refuse the backward pass of a sum of the ranks' balancing losses that is not a mean.
+    """Refuse a graph in which the ranks' balancing losses are summed, but the gradient is not that of their mean.
 
     Raises:
-        Contradiction: nothing divides the gradient by the number of ranks. NotKnown: it is unknown whether the gradient
-            is divided.
+        Contradiction: nothing divides the gradient by the number of ranks.
+        NotKnown: it is unknown whether the gradient is divided.
     """
     if node.op != "AllReduce" or math.prod(node.outputs[0].shape) != 1 or not _SUM.search(node.scope):
         return

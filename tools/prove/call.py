@@ -156,8 +156,8 @@ class Call:
             size: the number of elements of a piece; 0 if the steps of the constant determine it.
 
         Raises:
-            Certain: a rank takes the piece of another rank. NotKnown: the constant is not a multiple of the size of a
-                piece.
+            Certain: a rank takes the piece of another rank.
+            NotKnown: the constant is not a multiple of the size of a piece.
         """
         if key not in self.offsets:
             raise NotKnown(f"its constants differ along {', '.join(sorted(self.shifts()))}, and are not whole numbers")
@@ -182,8 +182,8 @@ class Call:
         device mesh. In the order of the device mesh, the outermost axis is the axis whose ranks lie farthest apart.
 
         Raises:
-            Certain: as for `own_pieces`. NotKnown: as for `own_pieces`, or the pieces follow each other in another
-                order.
+            Certain: as for `own_pieces`.
+            NotKnown: as for `own_pieces`, or the pieces follow each other in another order.
         """
         axes = self.own_pieces(key, size)
         if axes != tuple(axis for axis in reversed(list(self.sizes)) if axis in axes):

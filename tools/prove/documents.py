@@ -171,8 +171,8 @@ def check_ends(
         sizes: the number of ranks along each axis.
 
     Raises:
-        Certain: on some rank a document ends at a wrong position. NotKnown: the graph does not show how the ends were
-            computed.
+        Certain: on some rank a document ends at a wrong position.
+        NotKnown: the graph does not show how the ends were computed.
     """
     if not queries.formula or not keys.formula or len(_sources(queries.formula) | _sources(keys.formula)) != 1:
         raise NotKnown("it is unknown how the ends of documents are computed from a cut sequence")

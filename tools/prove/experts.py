@@ -224,7 +224,8 @@ def exchange_over(x: Spread, axes: tuple[str, ...], split: int, join: int, sizes
     The pieces along the exchanged axes must follow each other in one dimension, so that the axes count as one axis.
 
     Args:
-        axes: the axes of the group, outermost first. split, join: the dimensions that are split and joined.
+        axes: the axes of the group, outermost first.
+        split, join: the dimensions that are split and joined.
     """
     both, count = "*".join(axes), len(axes)
     dims = []

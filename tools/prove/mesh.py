@@ -203,8 +203,8 @@ class Peers:
 
     Args:
         graph: the graph of the rank that is examined.
-        graphs: for each key of `Mesh.neighbours` the graph of this neighbour. mesh, rank: the mesh of the stage, and
-            the examined rank.
+        graphs: for each key of `Mesh.neighbours` the graph of this neighbour.
+        mesh, rank: the mesh of the stage, and the examined rank.
     """
 
     def __init__(self, graph: GraphText, graphs: Mapping[str, GraphText], mesh: Mesh | None = None, rank: int = 0):

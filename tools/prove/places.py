@@ -77,11 +77,12 @@ def in_common(given: Iterable[Spread]) -> Spread | None:
 
 
 def total_of(given: Sequence[Any]) -> Spread:
-    """Return how the sum of the values that micro-batches add is distributed over the ranks (its spread).
+    """Return the spread (the distribution over the ranks) of a sum to which each micro-batch adds one value.
 
     Raises:
-        Contradiction: the values are distributed differently. NotKnown: whether they are depends on the places of loose
-            pieces, or they are not tensors.
+        Contradiction: the values are distributed differently.
+        NotKnown: the values are not tensors, or it depends on the places of loose pieces whether they are distributed
+            differently.
     """
     if not all(isinstance(x, Spread) for x in given):
         raise NotKnown("micro-batches add values that are not tensors")

@@ -359,7 +359,8 @@ def report_of(
         differ: a sentence for each case in which a stage does not send values as other stages receive them.
         micro_batches: the number of micro-batches of a step of the compiled recipe, including those of gradient
             accumulation.
-        per: the number of devices of one stage. all_: the number of devices of the compiled recipe.
+        per: the number of devices of one stage.
+        all_: the number of devices of the compiled recipe.
     """
     gradients = gradients_report(results)
     scale = scale_report(results, micro_batches, per)

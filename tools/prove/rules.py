@@ -46,8 +46,8 @@ def apply(call: Call) -> Value:
     operator.
 
     Raises:
-        NotKnown: the operator has no rule, or the rule does not cover these arguments. Contradiction: the operator does
-            not allow the spreads of its arguments.
+        NotKnown: the operator has no rule, or the rule does not cover these arguments.
+        Contradiction: the operator does not allow the spreads of its arguments.
     """
     found = RULES.get(call.node.op)
     if found is None:

@@ -291,8 +291,8 @@ class Typing:
         over ranks.
 
         Raises:
-            NotKnown: no operator adds to the variable of the accumulated gradient. Contradiction: micro-batches add
-                values with different spreads.
+            NotKnown: no operator adds to the variable of the accumulated gradient.
+            Contradiction: micro-batches add values with different spreads.
         """
         for number, node in enumerate(self.graph.graphs[self.graph.root]):
             if node.calls and any("▸" in name or "◂" in name for name in node.calls):

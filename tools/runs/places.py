@@ -61,8 +61,8 @@ class Numbering:
         """Take in one step, and return whether it is the first of steps that are numbered anew.
 
         Args:
-            tokens: the tokens of the step; None if its record does not state them. begins: whether a part begins with
-                it.
+            tokens: the tokens of the step; None if its record does not state them.
+            begins: whether a part begins with the step.
         """
         anew = False
         tokens = tokens if isinstance(tokens, int | float) and 0 < tokens < math.inf else None
@@ -113,7 +113,8 @@ def begin_of(plan: Plan, tokens: float | None, units: Iterable[float], alike: bo
 
     Args:
         tokens: the tokens of a step of the attempt's recipe; None if they are not known.
-        units: the units of the parts of the run before the attempt. alike: as in `Numbering`.
+        units: the units of the parts of the run before the attempt.
+        alike: as in `Numbering`.
     """
     if plan.resume is None:
         return 0

@@ -125,11 +125,11 @@ class Evaluation:
 def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evaluation]:
     """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
     run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
-    because the run repeats those steps. Steps are counted as the newest steps of the run are.
+    because the run repeats those steps. Steps have the numbers that the newest attempt gives them.
 
     Args:
-        run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if it is unknown how the steps
-            of an evaluation count; they are then taken to count as those of the evaluation before.
+        run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if the numbering of an
+            evaluation's steps is unknown, so that the numbering of the previous evaluation is assumed.
     """
     records = Follower(held_out_file(run_dir)).records()
     lines = [(one, _name_of(record)) for record in records if (one := evaluation_of(record))]
@@ -444,9 +444,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return, from the header that workers write at each start, the steps done before, the time at which training
-    began, and the total number of steps.
-    """
+    """Return the steps done before, the time at which training began, and the total steps, of a start's header."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 
@@ -466,7 +464,8 @@ def read_parts(
     Args:
         notes: a list to which sentences about lines that no run writes are added, and a sentence if the records do not
             say whether the parts number their steps alike.
-        alike: whether it is known that they do. planned: the names of the attempts whose plans say where they begin.
+        alike: whether it is known that the parts number their steps alike.
+        planned: the names of the attempts whose plans say where these attempts begin.
     """
     parts: list[Part] = []
     steps, numbering = Steps(file), Numbering(alike)

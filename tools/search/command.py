@@ -210,8 +210,8 @@ def space_command(
     hierarchical or deduplicated); shard (none, optimizer or gradients); and recompute (none, select, communication,
     full or planned). The signs are = != < <= > >= and %N= (ep%8=0: ep is a multiple of 8).
 
-    Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
-    input; 130 interrupted (the best so far is shown).
+    Exit codes: 0 a strategy was found; 1 no strategy fits (the nearest feasible change is shown), or --verify proved
+    none to fit; 2 a wrong input; 130 interrupted (the best strategy so far is shown).
 
     With the same effort the answer is the same on every machine, unless the time limit ends the search, which the
     answer then says.

@@ -148,25 +148,25 @@ class Doubt:
         alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
         if len(self.alike) == 1 and self.whole:
             return [
-                f"what the estimator's error leaves open: nothing among the layouts of the table; {self.alike[0][0]} "
-                f"stays the fastest within {of}, drawn term by term alike for all layouts"
+                f"among the layouts of the table, layout {self.alike[0][0]} stays the fastest within {of}; the errors "
+                "were drawn term by term, alike for all layouts"
             ]
         if len(self.alike) == 1:
             return [
-                f"of the layouts that were placed {self.alike[0][0]} stays the fastest within {of}, drawn term by term "
-                "alike for all; this says nothing of layouts that were not placed"
+                f"of the layouts that were placed, layout {self.alike[0][0]} stays the fastest within {of} (errors "
+                "drawn term by term, alike for all layouts); layouts that were not placed may be faster"
             ]
         among = "" if self.whole else " among those that were placed"
         words = [
-            f"what the estimator's error leaves open: within {of} these cannot be told apart{among}: {alike}; shares "
-            f"of {DRAWS:,} draws of the estimator's terms, alike for all layouts, in which each is the fastest"
+            f"within {of} any of these layouts may be the fastest{among}: {alike}; the percentages are the shares of "
+            f"{DRAWS:,} draws of the estimator's terms, alike for all layouts, in which each layout is the fastest"
         ]
         if self.experiment is None:
             names = ", ".join(name for name, _ in self.alike)
             return [
                 *words,
-                f"no single term would tell them apart: the cheapest experiment is one step of each of {names}, with "
-                f"as little data parallelism as their experts need, on {self.steps:,} devices",
+                f"measuring a single term would not decide between them: the cheapest experiment is one step of each "
+                f"of {names}, with as little data parallelism as their experts need, on {self.steps:,} devices",
             ]
         one = self.experiment
         devices = f"{one.devices} devices" if one.devices > 1 else "one device"

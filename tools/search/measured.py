@@ -213,7 +213,8 @@ def cluster_from(measured: Path, recipe: Path, cluster_name: str | None, name: s
     cluster, or the host itself for a profile of a CPU run.
 
     Raises:
-        DataError: the profile does not exist, or belongs to another run. RecipeError: the cluster has no efficiencies.
+        DataError: the profile does not exist, or belongs to another run.
+        RecipeError: the cluster has no efficiencies.
     """
     if measured.is_dir():
         seen, profiled, text = _of_profile(measured, run_of(recipe, ()), None, cluster_name, None, name)
@@ -338,7 +339,7 @@ def _seconds(text: str) -> float | None:
 
 def _remarks(rows: list[Line], total: float, seen: Study | None) -> list[str]:
     if seen is None:
-        return ["alone: the factor by which only this term would have to be off; a profile tells which it was"]
+        return ["alone: the factor by which this term would be off if all others were right; a profile shows which is"]
     found = [f"gap: {line}" for line in gap_advice(rows, total)] or ["no term is off by more than 1 % of the step"]
     if seen.measured.replayed:
         found.append(f"of matmuls, attention and other operators {seen.measured.replayed:.4g} s are recomputation")

@@ -74,7 +74,7 @@ class Effort(click.ParamType):
 
 
 def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option `--effort`, in units of work, so that the result is the same on every machine."""
+    """Return the option `--effort`, whose unit is work, not seconds, so that every machine gives the same result."""
     return click.option(
         "--effort",
         type=Effort(),

@@ -154,7 +154,7 @@ def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
 
 
 _PICTURES = TABLES["picture"]
-_ALIKE = "the layouts that cannot be told apart: each may be the fastest, within the known error of step times"
+_ALIKE = "the layouts of which each may be the fastest, within the known error of step times"
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
@@ -216,7 +216,7 @@ def _under_loads(found: Found) -> list[str]:
     if not found.uneven:
         return []
     return [
-        markup.text("Under the loads, by expected seconds; what runs out of memory stands last", "h2"),
+        markup.text("Under the loads, by expected seconds; layouts that run out of memory come last", "h2"),
         _table(tuple(UNEVEN), [one.cells for one in found.uneven]),
         markup.legend("How to read this table", {name or "#": said for name, said in UNEVEN.items()}),
     ]

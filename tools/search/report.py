@@ -125,7 +125,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
                 f"{found.request.room_words}"
             )
         if found.own_mesh is None and found.whole:
-            room = f"needs more than it may: {found.request.room_words}"
+            room = f"needs more than the allowed memory: {found.request.room_words}"
             lines.append(f"the recipe's own mesh was not placed anew: it breaks a rule or a limit, or {room}")
     return lines
 
@@ -200,9 +200,9 @@ def memory_words(request: Request) -> list[str]:
     )
     return [
         f"memory: a device may hold {request.cap / GIB:.1f} GiB ({request.cap_source}), {kept} (--memory-margin){why}",
-        f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. "
-        "They are runs of Megatron-LM and torchtitan on GPUs (tools/estimate/memory/rows.yaml); nobody has published "
-        "one of MindFormers, or on Ascend, with its memory: --verify looks closer",
+        f"fits: how many of those {runs} runs would have fit if their predicted memory had been as near to the limit. "
+        "They are runs of Megatron-LM and torchtitan on GPUs (tools/estimate/memory/rows.yaml), because no run of "
+        "MindFormers or on Ascend was published with its memory; --verify checks a layout by a dry run",
     ]
 
 
@@ -335,7 +335,7 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
     for line in more_stages(found):
         console.print(f"* {line}")
     if found.uneven:
-        console.print("\nunder the loads, by expected seconds; what runs out of memory stands last:")
+        console.print("\nunder the loads, by expected seconds; layouts that run out of memory come last:")
         console.print(_table(tuple(UNEVEN), [one.cells for one in found.uneven], LEFT))
     for line in reasons(found, doubt_of(found, times)):
         console.print(f"* {line}")

@@ -265,7 +265,7 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     if request.swaps:
         raise RecipeError(
             "--recompute-operators does not work with a recipe that swaps activations, because its recompute keys hold "
-            "lists of layer numbers, and not numbers of layers; write model_config.swap: False, or leave the option out"
+            "lists of layers instead of counts of layers; write model_config.swap: False, or leave the option out"
         )
     return replace(request, groups=True)
 

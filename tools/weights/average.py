@@ -77,7 +77,7 @@ def check_average(sources: Sequence[Source], target: Path, shares: Sequence[floa
     The function reads only the headers of the files.
 
     Raises:
-        CheckpointError: as for `average`, except for numbers that are not finite.
+        CheckpointError: as for `average`, except for values that are not finite.
     """
     shares = _shares(sources, shares)
     _fit(sources, target)

@@ -262,7 +262,7 @@ class Conversion:
         if self.sizes.mtp_layers:
             found.append("transformers leaves the MTP layer out; vLLM and SGLang draft with it")
         if not tokenizer:
-            found.append("no tokenizer beside it: --tokenizer FOLDER copies one")
+            found.append("the folder has no tokenizer; --tokenizer FOLDER copies one")
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
@@ -289,8 +289,8 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
         dtype, limit: the arguments of `plan_conversion` with these names.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or belongs to another model. RecipeError: there is no recipe, or
-            Hugging Face's DeepseekV3 cannot express its model.
+        CheckpointError: the checkpoint is incomplete, or belongs to another model.
+        RecipeError: there is no recipe, or Hugging Face's DeepseekV3 cannot express its model.
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import CheckpointError, not_json
+from plugins.errors import CheckpointError, not_json, read_text
 from plugins.output_biases import plan as output_biases
 from plugins.yarn import plan as yarn_plan
 from tools.weights.hugging_face_sizes import MODEL, Sizes
@@ -68,10 +68,9 @@ def check_config(folder: Path, sizes: Sizes, extended: Callable[[str], None] | N
     file = folder / FILE
     if not file.exists():
         return None
+    text = read_text(file, CheckpointError)
     try:
-        given = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: the file cannot be read ({error.strerror})") from None
+        given = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: this is not the configuration of a model: it {not_json(error)}") from None
     if not isinstance(given, dict):

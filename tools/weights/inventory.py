@@ -155,7 +155,7 @@ def damage(source: Source, progress: Callable[[str], None] = lambda name: None) 
     wrong = [place for place in every if not _finite(source, *place, progress)]
     if wrong:
         more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
-        found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
+        found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} values that are not finite")
     return found
 
 
@@ -329,7 +329,7 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
     elif source.sealed:
         yield "  seals: every rank's; " + ("checksums match" if values else "sizes match (--values compares checksums)")
     else:
-        yield "  seals: none, so that nobody can tell whether it is whole"
+        yield "  seals: none, so it is unknown whether the checkpoint is complete"
     if (source.stored.folder / SALVAGED).exists():
         yield f"  salvaged: written from damaged weights, see {SALVAGED}"
     if source.placements:

@@ -145,8 +145,8 @@ def merge(
             `target`.
 
     Raises:
-        CheckpointError: `target` exists, or ranks hold different copies of a tensor. DataError: `target` cannot be
-            written.
+        CheckpointError: `target` exists, or ranks hold different copies of a tensor.
+        DataError: `target` cannot be written.
     """
     refuse_target(target)
     with atomic_folder(target) as part:

@@ -150,7 +150,8 @@ def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> 
     """Write the file of one rank with one kind of tensors (weights or optimizer state), and flush the file to the disk.
 
     Raises:
-        DataError: the file cannot be written. CheckpointError: a file of the old checkpoint cannot be read.
+        DataError: the file cannot be written.
+        CheckpointError: a file of the old checkpoint cannot be read.
     """
     rank, kind = job
     file = plan.file(rank, kind)

@@ -340,7 +340,8 @@ def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
     recipe `new`. The function reads no file of a checkpoint, because both layouts follow from the recipes.
 
     Raises:
-        CheckpointError: the two recipes do not describe the same model. RecipeError: see `target_of`.
+        CheckpointError: the two recipes do not describe the same model.
+        RecipeError: see `target_of`.
     """
     target, saved = target_of(new), saved_by(old)
     _check(Path(old.source), {name: placed.shape for name, (_, placed) in saved.items()}, target)

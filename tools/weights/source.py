@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from plugins.errors import CheckpointError, DataError, not_json
+from plugins.errors import CheckpointError, DataError, not_json, read_text
 from plugins.sealed_checkpoint.plan import fault
 from tools.checkpoint.scan import is_sealed, iterations, saved_step
 from tools.checkpoint.stored import Stored, kind_of, moved, open_stored, rank_of, read_placements
@@ -37,7 +37,8 @@ class Source:
     file), and reads their values tensor by tensor.
 
     Args:
-        path: the path as the user gave it. form: how the weights are stored.
+        path: the path as the user gave it.
+        form: how the weights are stored.
     """
 
     path: Path
@@ -245,10 +246,9 @@ def _hugging_face(folder: Path) -> Stored:
     """Return the files of a Hugging Face folder: those of its index, each tensor where that says."""
     if not (folder / INDEX).exists():
         return Stored(folder, {SINGLE: read_headers(folder / SINGLE)})
+    text = read_text(folder / INDEX, CheckpointError)
     try:
-        where = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
-    except OSError as error:
-        raise CheckpointError(f"{folder / INDEX}: the file cannot be read ({error.strerror})") from None
+        where = dict(json.loads(text)["weight_map"])
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder / INDEX}: this is not an index of safetensors: it {not_json(error)}") from None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -83,7 +83,9 @@ def InplaceGroupedMatmulAdd(
     the type of the rows.
 
     Args:
-        x: [m, k]; weight: [m, n]. group_list: the cumulative ends of the groups' rows.
+        x: [m, k].
+        weight: [m, n].
+        group_list: the cumulative ends of the groups' rows.
         out: [groups, k, n] or [groups * k, n], changed in place.
 
     Raises:

@@ -37,7 +37,8 @@ def execute(plan: Plan, tokens: list[np.ndarray], probs: list[np.ndarray], exper
 
     Args:
         plan: of these tokens' routing.
-        tokens: [N_r, h] of each rank; probs: [N_r, k] of each rank.
+        tokens: [N_r, h] of each rank.
+        probs: [N_r, k] of each rank.
         expert_fn: (rank, rows [M, h], ends [local experts]) -> [M, h'], the rank's experts on rows sorted by expert.
 
     Returns:

@@ -13,7 +13,9 @@ def history(
     """Records of healthy ranks, but `slow`: {rank: (kind, by what, from which probe)}.
 
     Args:
-        jitter: of a probe's time. lasting: what chips differ by for good. data: None where nobody sees the waits.
+        jitter: the jitter of a probe's time.
+        lasting: the lasting differences of chips.
+        data: the waits for data; None if the host cannot see them.
     """
     times = 0.01 * rng.normal(1, lasting, ranks) * rng.lognormal(0, jitter, (probes, ranks))
     times = np.where(rng.random(times.shape) < 0.002, times * 1.5, times)

@@ -198,7 +198,7 @@ def test_no_score_function_is_told_that_the_router_does_not_have():
 
 def test_the_bias_that_attentions_output_does_not_get_is_noted():
     path = dotted((*MODEL, "attention_bias"))
-    assert "this key also gives one to the output" in findings(recipe_of(DENSE, SEED_OSS_36B), "note")[path].wrong
+    assert "the output of attention also gets a bias" in findings(recipe_of(DENSE, SEED_OSS_36B), "note")[path].wrong
     assert path not in findings(recipe_of(DENSE, SEED_OSS_36B, attention_bias=False), "note")
 
 

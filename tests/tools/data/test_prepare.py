@@ -246,7 +246,9 @@ def test_corpora_without_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl: the corpus has no documents$"):
         prepare(options(source, tmp_path / "out"))
     source.write_text('{"txt": "x"}\n' * 3)
-    with pytest.raises(DataError, match=r"no documents: skipped 3 .*; the first skipped item is .*a\.jsonl:1: .*'txt'"):
+    with pytest.raises(
+        DataError, match=r"no documents: skipped items: 3 .*; the first skipped item is .*a\.jsonl:1: .*'txt'"
+    ):
         prepare(options(source, tmp_path / "out"))
     source.write_text('{"text": "only one"}\n')
     with pytest.raises(DataError, match=r"--held-out 0\.1 of 1 documents leaves the heldout split empty"):
@@ -257,7 +259,7 @@ def test_corpora_without_documents_are_refused(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path, jsonl: Path) -> None:
     with pytest.raises(DataError, match=r"give the prefix without \.bin"):
         prepare(options(jsonl, tmp_path / "out.bin"))
-    with pytest.raises(DataError, match="cannot write to its folder"):
+    with pytest.raises(DataError, match="its folder cannot be written"):
         prepare(options(jsonl, jsonl / "out"))
 
 

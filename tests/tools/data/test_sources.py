@@ -126,7 +126,7 @@ def test_invalid_utf8_and_empty_text_files(tmp_path: Path) -> None:
     skips = Skips()
     assert documents(tmp_path, skips=skips) == []
     assert skips.counts == {"empty": 2, "invalid_utf8": 1, "broken_lines": 0}
-    assert skips.summary() == "skipped 2 empty, 1 invalid_utf8"
+    assert skips.summary() == "skipped items: 2 empty, 1 invalid_utf8"
     assert skips.first.endswith("a.txt: is not UTF-8 (byte 6: 0xe9)")
 
 

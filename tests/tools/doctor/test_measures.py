@@ -252,11 +252,11 @@ def test_a_driver_takes_its_firmware(tmp_path, driver, firmware, verdict):
 def test_ranges_of_another_form_say_nothing(tmp_path):
     text = real("driver_24.1.rc3").replace("[7.0.0,7.5.99]", "7.x")
     files = {f"{ASCEND}/driver/version.info": text, f"{ASCEND}/firmware/version.info": "Version=9.9.9\n"}
-    seen = "driver 24.1.rc3, firmware 9.9.9, no CANN seen: whether the driver takes the firmware cannot be told"
+    seen = "driver 24.1.rc3, firmware 9.9.9, no CANN seen: it is unknown whether the driver takes the firmware"
     assert look("ascend_software", tmp_path / "a", files) == ("unknown", seen)
     del files[f"{ASCEND}/firmware/version.info"]  # a container sees only the driver's folder
     verdict, seen = look("ascend_software", tmp_path / "b", files)
-    assert verdict == "unknown" and seen.endswith("cannot be told (in a container, run tc3 doctor on its host)")
+    assert verdict == "unknown" and seen.endswith("takes the firmware (in a container, run tc3 doctor on its host)")
 
 
 def test_facts_of_a_recorded_host(tmp_path):

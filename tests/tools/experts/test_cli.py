@@ -207,7 +207,7 @@ def test_a_worst_micro_batch_is_shown_where_it_is_known(tmp_path):
 def test_even_routing_shows_the_noise_of_counting(tmp_path):
     """128 tokens an expert: 8 experts hold 1024 +- 32 of them, the fullest of 4 devices about 1 deviation more."""
     text = run(write(tmp_path / "log", live(Settings(every=0), spread=0.0))).stdout
-    noise = float(text.split("show max/mean ")[1].split()[0])
+    noise = float(text.split("have a max/mean of ")[1].split()[0])
     assert 1.01 < noise < 1.06
 
 

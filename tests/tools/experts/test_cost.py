@@ -52,7 +52,7 @@ def test_text():
         assert word in result.stdout
     assert "inter_node.latency_s" in result.stdout and "peak_flops.fp32" not in result.stdout
     # how far the estimator is off is said wherever its seconds are
-    assert "on 25 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
+    assert "on 25 published runs" in result.stdout and "the recipe as written: hierarchical" in result.stdout
 
 
 def test_a_degree_that_is_written_twice_is_reported_once():
@@ -140,7 +140,7 @@ def test_a_model_that_the_plugins_cannot_change_is_offered_mindformers_own_dispa
     assert (
         after["overlay"] == {} and after["recipe"]["step_seconds"] == report["modes"]["hierarchical"]["step_seconds"][1]
     )
-    assert "use: the recipe as it is written" in run(str(tmp_path / "child.yaml")).stdout
+    assert "use: the recipe as written" in run(str(tmp_path / "child.yaml")).stdout
     (inside,) = json.loads(run(str(tmp_path / "recipe.yaml"), "--ep", "4", "--json").stdout)["reports"]
     assert list(inside["modes"]) == ["global"]
     assert inside["overlay"] == {"parallel_config": {"expert_parallel": 4}}
@@ -275,7 +275,7 @@ def test_a_degree_that_a_plugin_of_the_recipe_refuses_is_neither_predicted_nor_r
     assert rows["expert_parallel: 4"]["step_s"] is None and rows["expert_parallel: 16"]["step_s"] > 0
     assert "refused by tc3 check" in rows["expert_parallel: 4"]["note"]
     refused = str(run(report, "--ep", "4").exception)
-    assert refused.startswith("--ep 4: tc3 check refuses it") and "plugins.group_aux_loss" in refused
+    assert refused.startswith("--ep 4: tc3 check refuses this degree") and "plugins.group_aux_loss" in refused
     assert run(report, "--ep", "4", "--set", "plugins.group_aux_loss=False").exit_code == 0
 
 

@@ -39,8 +39,9 @@ class Answer:
     """This is a graph with the results of the passes.
 
     Args:
-        before: its operators. clusters: places in it, of operators that compute; opened composites are left out, for
-            what they consist of gets new names on the way.
+        before: its operators.
+        clusters: places in it, of operators that compute; opened composites are left out, for what they consist of gets
+            new names on the way.
         bodies: of each cluster, after the passes between: its operators, places whose results leave it, its kernels.
     """
 

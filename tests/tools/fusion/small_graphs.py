@@ -11,7 +11,9 @@ def node(op, taken: Sequence[int | str], takes, gives, scope="", more=()):
     """Return the node of one operator.
 
     Args:
-        taken: places of operators, or names of parameters. takes: (type, shape) of each. gives: of its result.
+        taken: the places of operators, or the names of parameters, whose results the operator takes.
+        takes: (type, shape) of each input.
+        gives: (type, shape) of the result.
         more: further arguments, as text.
     """
     words = [f"%{each}" if isinstance(each, int) else f"%para1_{each}" for each in taken]

@@ -227,7 +227,7 @@ def grouped(between=(), view="TransposeExtView", kind="I64(2)"):
         (single("MatMulExt"), "MatMulExt-AssignAdd", "the product is MatMulExt, not MatMul"),
         (single(flags=("Bool(0)", "Bool(0)")), "MatMul-AssignAdd", "transpose_a is needed, and no transpose_b"),
         (single(gives=("BFloat16", (5000, 2000))), "MatMul-AssignAdd", ""),
-        (single(gives=("BFloat16", (5000, 2001))), "MatMul-AssignAdd", "more than 10,000,000 numbers"),
+        (single(gives=("BFloat16", (5000, 2001))), "MatMul-AssignAdd", "more than 10,000,000 elements"),
         (single(takes=TOTAL), "MatMul-AssignAdd", "it takes Float32, and Float16 or BFloat16 is needed"),
         (single(total=HALF_WEIGHT), "MatMul-AssignAdd", "it adds to BFloat16, and Float32 is needed"),
         (grouped(), "GroupedMatmul-AssignAdd", ""),

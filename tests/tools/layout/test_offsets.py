@@ -224,7 +224,7 @@ def test_a_layout_string_becomes_an_offset(tmp_path):
         ("Et*40|(t|)*6,t*8L", LARGE, "the layout has 1 chunks on each of 8 stages, but the recipe has 2 on each stage"),
         ("E(t*3|)*15,t*3L", LARGE, "48 decoder layers, but the model has 54"),
         ("Et*5|(t*6|)*6,t*4L", MTP, "0 MTP layers, but the model has 1"),
-        ("atuo", LARGE, "the symbol 'a' is unknown; a layout consists of E embedding"),
+        ("atuo", LARGE, "the symbol 'a' is unknown; the symbols are E .embedding"),
     ],
 )
 def test_layouts_that_do_not_fit_are_named(layout, base, words, tmp_path):

@@ -21,7 +21,9 @@ def computed(op, *arguments, step=PIECE, first=0, name=NAME, shape=None, dtype="
     """Return the result of an operator of the graph; "start" is the first token of a rank's piece.
 
     Args:
-        name: of the ends. shape, dtype: of the result. written: whether the place of an entry is.
+        name: the name of the ends.
+        shape, dtype: the shape and dtype of the result.
+        written: whether the place of an entry is written.
     """
     values, texts, names, offsets = [], [], [], {}
     for place, given in enumerate(arguments):

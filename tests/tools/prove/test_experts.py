@@ -233,8 +233,9 @@ def of_balancing_losses(tmp_path, starts, divided, other="TensorMove(%1)"):
     """Return what is proven of the backward pass of a sum of balancing losses in a graph that the step calls.
 
     Args:
-        starts: how the step makes the gradient. divided: where the losses' mean divides by the ranks. other: what is
-            added to the gradient.
+        starts: how the step makes the gradient.
+        divided: where the losses' mean divides by the ranks.
+        other: what is added to the gradient.
     """
     half, kept = "PrimFunc_RealDiv({}, Tensor(shape=[], dtype=Float32, value=2))", "TensorMove({})"
     scope = "Gradients/Default/Router/Grad_RealDiv"
@@ -286,7 +287,8 @@ def balance_stage(tmp_path, name, starts, divided, called=False):
     """Return a stage that sends a gradient of one number back, and sums it over the ranks as a router does.
 
     Args:
-        starts: how the stage gets the gradient. divided: whether it divides what it sends and sums, as a router does.
+        starts: how the stage gets the gradient.
+        divided: whether it divides what it sends and sums, as a router does.
         called: whether the number that is sent is a member of the tuple that a called graph returns, which returns
             beside it a number that the graph divides.
     """

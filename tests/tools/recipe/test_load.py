@@ -257,7 +257,7 @@ def test_a_file_of_100_mb_is_not_read(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "x.yaml")
-    assert "no ordinary file" in refusal(tmp_path / "x.yaml")
+    assert "not an ordinary file" in refusal(tmp_path / "x.yaml")
 
 
 def test_a_folder(tmp_path):

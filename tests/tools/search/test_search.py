@@ -324,10 +324,8 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     told = answer["sensitivity"]
     assert told["cannot_be_told_apart"] and sum(told["shares"].values()) == pytest.approx(1)
     assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
-    alone = (
-        "what the estimator's error leaves open: nothing" if told["of_the_whole_space"] else "of the layouts that were"
-    )
-    words = alone if len(told["cannot_be_told_apart"]) == 1 else "what the estimator's error leaves open: within"
+    alone = "among the layouts of the table" if told["of_the_whole_space"] else "of the layouts that were"
+    words = alone if len(told["cannot_be_told_apart"]) == 1 else "within "
     assert told["of_the_whole_space"] == (not answer["never_placed"])
     assert words in unescape(page.read_text("utf-8")) and any(line.startswith(words) for line in answer["reasons"])
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
@@ -445,7 +443,7 @@ def test_a_changed_winner_is_named_with_the_reason():
     assert [one.name for one in order] == ["2", "1", "recipe"]
     assert "the winner changes: 2 before 1, 12.00 instead of 14.00 s per step" in uneven_words(order)[0]
     own = uneven_words(in_order([first, uneven("recipe", 11.0, 12.5, 0)]))
-    assert own[1] == "under the loads the recipe's own layout stands before all of them, at 12.50 s per step"
+    assert own[1] == "under the loads the recipe's own layout is better than all of them, at 12.50 s per step"
     assert "1 stays the first" in uneven_words(in_order([first, uneven("2", 10.5, 15.0, 0)]))[0]
     lost = in_order([uneven("1", 10.0, 11.0, 1), second])
     assert "2 before 1, which runs out of memory" in uneven_words(lost)[0]
@@ -462,7 +460,7 @@ def test_a_changed_winner_is_named_with_the_reason():
 def test_a_recipe_for_other_devices_does_not_stand_before_the_layouts(changed):
     rows = in_order([uneven("1", 10.0, 14.0, 0), uneven("recipe", 3.0, 4.0, 0)])
     told = "\n".join(reasons(Found(SimpleNamespace(changed=changed), None, uneven=rows)))
-    assert ("the recipe's own layout stands before all of them" in told) is not changed
+    assert ("the recipe's own layout is better than all of them" in told) is not changed
 
 
 def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():

@@ -144,7 +144,7 @@ def test_what_is_written_and_how_to_begin_with_it(mini, tmp_path):
     said = call(mini, tmp_path / "other", "--recipe", kept, "--dry-run")
     assert f"--set checkpoint.load_path={tmp_path / 'other'} --run-dir {kept.parent}-next\n" in said
     back = call(tmp_path / "ms", tmp_path / "back", "--recipe", MINI, "--dtype", "bf16")
-    assert "transformers leaves the MTP layer out" in back and "no tokenizer beside it" in back
+    assert "transformers leaves the MTP layer out" in back and "the folder has no tokenizer" in back
     assert "transformers normalises latents with an epsilon of 1e-06" in back
     both = [open_source(folder) for folder in (mini, tmp_path / "back")]
     assert {name: header.shape for name, header in both[0].headers.items()} == {

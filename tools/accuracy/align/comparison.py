@@ -301,7 +301,7 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
             for setting in wrong]  # fmt: skip
     stage = Stage(STAGES[0], rows or [Row("settings that must match", 0, NONE, "differ")])
     if rows:
-        stage.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
+        stage.reason = f"{len(rows)} settings differ that must match, or whose effect is not known"
     return stage
 
 

@@ -261,7 +261,8 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     starts from `weights` (by MindFormers' names), or from the recipe's own initial weights if `weights` is None.
 
     Raises:
-        RecipeError: the recipe is refused. SideFailedError: the run failed.
+        RecipeError: the recipe is refused.
+        SideFailedError: the run failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorder: dict[str, Any] = {"record": str(folder / "record.npz"), "weights": None}
@@ -306,7 +307,9 @@ def start(command: list[str], log: Path, run: Path) -> None:
     """Run a training as a separate process until it ends, and write its output to the file `log`.
 
     Raises:
-        RecipeError: it refused its input. ClusterError: torch is missing. SideFailedError: it failed.
+        RecipeError: the process refused its input.
+        ClusterError: torch is missing.
+        SideFailedError: the process failed.
     """
     threads = str(len(os.sched_getaffinity(0)))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -65,8 +65,8 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
     Losses and samples are in every run's metrics; all other values are recorded with `--set
     plugins.step_record.steps=3`.
 
-    Exit codes: 0 nothing differs, 1 something differs, 2 unknown, because no step is in both runs, or a wrong input:
-    not a run, damaged, or of another model.
+    Exit codes: 0 nothing differs, 1 something differs, 2 no step is in both runs, or a wrong input (such as a damaged
+    run, or runs of different models).
     """
     from tools.accuracy.diagnose.differences import OtherModelError, diagnose
     from tools.accuracy.diagnose.evidence import read_side

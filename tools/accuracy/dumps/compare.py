@@ -70,8 +70,9 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
     """Return what the earliest finding usually means, and where to look for its cause.
 
     Args:
-        rows: in the order of execution. trained_known: whether weights are told from state; otherwise all parameters
-            are `weights`.
+        rows: the compared tensors, in the order of execution.
+        trained_known: whether trained weights are distinguished from other state; otherwise all parameters are
+            `weights`.
     """
     findings = [row for row in rows if _differs(row)]
     if not findings:

@@ -101,8 +101,8 @@ def parse(text: str) -> Name:
 
 class NpyFile:
     """An `NpyFile` is an open .npy file whose values `chunks` yields; as a context manager it closes the file. The
-    constructor raises DataError if the file is missing or is no .npy file; the method `chunks` raises DataError if the
-    file is shorter than its header says.
+    constructor raises DataError if the file is missing or is not a .npy file; the method `chunks` raises DataError if
+    the file is shorter than its header says.
     """
 
     def __init__(self, path: Path):
@@ -243,10 +243,8 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         with mapping.open(newline="", encoding="utf-8") as file:
             try:
                 names = dict(csv.reader(file))
-            except (ValueError, csv.Error) as error:
-                raise DataError(
-                    f"{mapping}: each line must hold two names, with a comma between them ({error})"
-                ) from None
+            except (ValueError, csv.Error):
+                raise DataError(f"{mapping}: each line must hold two names, with a comma between them") from None
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
         if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():

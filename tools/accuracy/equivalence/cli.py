@@ -163,8 +163,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
     another recipe.
 
     Raises:
-        RecipeError: --golden has none for it, or another's; --update would overwrite another's. DataError: --update
-            cannot write the file.
+        RecipeError: the folder of --golden has no file for the recipe, or the file of another recipe.
+        DataError: --update cannot write the file.
     """
     from tools.accuracy.equivalence import golden_gate
 

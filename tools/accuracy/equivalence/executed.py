@@ -281,8 +281,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     or from Muon's, m' = momentum * m + g.
 
     Raises:
-        DataError: there are no metrics, or the first step changed the weights. CheckpointError: a step has no complete
-            checkpoint, or several.
+        DataError: there are no metrics, or the first step changed the weights.
+        CheckpointError: a step has no complete checkpoint, or several.
     """
     view = View(recipe)
     steps = read_steps(run_dir, loss_rank(view))

@@ -234,7 +234,7 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
         found = [(record.get("samples") or {}).get(IDS) for record in read_steps(run_dir, rank)]
         if len(found) != steps or not all(found):
             metrics, known = run_dir / "metrics" / f"rank_{rank}.jsonl", sum(map(bool, found))
-            raise DataError(f"{metrics}: the file has the samples of {known} steps, should have {steps}; train again")
+            raise DataError(f"{metrics}: the file has the samples of {known} steps instead of {steps}; train again")
         given.append(found)
     return [sorted({each for rank in step for each in rank}) for step in zip(*given, strict=True)]
 

@@ -203,8 +203,8 @@ class Result:
     document.
 
     Args:
-        dataset: the number of samples in the dataset. epochs: the number of passes over the corpus that the dataset
-            makes.
+        dataset: the number of samples in the dataset.
+        epochs: the number of passes over the corpus that the dataset makes.
         samples: the distribution of the number of documents per sample, over the samples that the run trains.
         steps: the results for the steps that were examined.
     """
@@ -315,7 +315,8 @@ def trained_items(available: int, skipped: Ranges, trained: int) -> np.ndarray:
     places of those that `plugins.spike_guard` leaves out.
 
     Args:
-        available: the number of items of the dataset. skipped: the items that are left out, as ranges (first, stop).
+        available: the number of items of the dataset.
+        skipped: the items that are left out, as ranges (first, stop).
 
     Raises:
         DataError: without these items the dataset has too few items, so that the run would not start.

@@ -42,7 +42,8 @@ class Setting:
     own document.
 
     Args:
-        sequence_length: the number of tokens of a sample. seed: the seed of the dataset's shuffling.
+        sequence_length: the number of tokens of a sample.
+        seed: the seed of the dataset's shuffling.
         training_share: the part of the documents, from the first on, that is trained on.
         wanted: the number of samples that the run requests from the dataset.
         steps: the number of steps of the run.
@@ -269,8 +270,8 @@ class Steps:
             rank's step, divided by the mean of the step: float64 [len(SHARES)], averaged over the steps.
         speed_up: the modelled computation time of these steps without the plan, divided by the time with the plan; both
             include waiting.
-        attention_share: the share of attention in all work. of_one_document: the number of attending token pairs,
-            divided by that number for samples of one document.
+        attention_share: the share of attention in all work.
+        of_one_document: the number of attending token pairs, divided by that number for samples of one document.
         one_step: the result of one step in the middle of the run.
         context: the number of attending token pairs of the slowest context-parallel rank divided by the mean over
             ranks, for samples that are cut into consecutive parts, and for samples that `context_parallel.balanced`

@@ -109,8 +109,8 @@ def _even(config: Configuration, stage: int) -> tuple[StageMemory, np.ndarray, n
 
 
 def most_possible(config: Configuration) -> float:
-    """Return the largest possible max/mean (the fullest device's load over the mean load). The ratio max/mean is
-    limited because a token has at most one copy for each expert of a device.
+    """Return the largest possible max/mean (the fullest device's load over the mean load). This ratio has a limit,
+    because a token goes to each expert of a device at most once.
     """
     model = config.model
     return config.ep * min(model.top_k, model.experts // config.ep) / model.top_k if model.experts else 1.0

@@ -48,8 +48,9 @@ def fit_between(least: float, most: float, limit: float, proven: float | None = 
     commands `tc3 memory`, `tc3 dryrun` and `tc3 search --verify` use this function.
 
     Args:
-        least, most: bounds of the bytes on a device, equal if they are known exactly. limit: the bytes of a job.
-        proven: up to which the job surely fits, if the error may be larger than the bounds say.
+        least, most: bounds of the bytes on a device, equal if they are known exactly.
+        limit: the bytes of a job.
+        proven: the bytes up to which the job surely fits, if the error may be larger than the bounds say.
     """
     if least > limit:
         return DOES_NOT_FIT

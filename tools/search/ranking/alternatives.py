@@ -186,7 +186,7 @@ def swapping_words(found: Swapping) -> list[str]:
     return [
         f"keep, recompute or swap, in the stages of 1: {words}, {found.peak / GIB:.1f} GiB; layers: {options}; those "
         f"that swap by stage: {' '.join(map(str, found.by_stage))}",
-        "simulated only: nothing of MindFormers' swapping runs without a device; nobody else is on the link",
+        "only simulated, because MindFormers' swapping runs only on a device; the link is assumed to have no other use",
     ]
 
 

@@ -109,7 +109,8 @@ def lowered(text: str, skews: Sequence[tuple[int, float]]) -> list[str]:
     degrees.
 
     Args:
-        text: the value of `--loads`; skews: the max/mean that was taken at each EP degree.
+        text: the value of `--loads`.
+        skews: the max/mean that was taken at each EP degree.
     """
     if not is_number(text) or Path(text).exists():
         return []
@@ -148,7 +149,7 @@ def words(ranked: Sequence[Uneven]) -> list[str]:
         lines.append(f"under the loads schedule {other.name} {better}: {other.seconds:.2f} s per step")
     if ranked[0].name == "recipe":
         lines.append(
-            f"under the loads the recipe's own layout stands before all of them, at {ranked[0].seconds:.2f} s per step"
+            f"under the loads the recipe's own layout is better than all of them, at {ranked[0].seconds:.2f} s per step"
         )
     if best.runs_out:
         lines.append(f"every placed layout runs out of memory; {best.name} at {best.chance:.1%} of the steps")

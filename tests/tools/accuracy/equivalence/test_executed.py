@@ -242,7 +242,7 @@ def test_a_rank_that_did_not_record_its_samples_is_refused(tmp_path):
         read_samples(folder, WORKERS + 1, STEPS)
     for ranks in ([["b"], []], [["b"], None]):
         given_to(folder, ranks)
-        with pytest.raises(DataError, match=r"rank_1.jsonl: the file has the samples of 0 steps, should have 3"):
+        with pytest.raises(DataError, match=r"rank_1.jsonl: the file has the samples of 0 steps instead of 3"):
             read_samples(folder, WORKERS, STEPS)
 
 

@@ -49,8 +49,11 @@ class Parts:
     """A `Parts` holds the sizes by which fused weights are taken apart.
 
     Args:
-        nope, rope, value: of a head. kv_rank: of the keys' and values' latent. experts: of a layer, or of a slice.
-        hidden: of the model. expert_ffn: inner size of an expert.
+        nope, rope, value: the widths of a head's parts.
+        kv_rank: the rank of the keys' and values' latent.
+        experts: the number of experts of a layer, or of a slice.
+        hidden: the hidden size of the model.
+        expert_ffn: the inner size of an expert.
     """
 
     nope: int
