@@ -106,8 +106,8 @@ def _dealt_samples(view: View, built: Built, found: Findings) -> None:
     if view.get(("plugins", "attention_balance")) in (None, False):
         return
     reasons = []
-    masked, whole = view.flag((*LOADER, "config", "eod_mask_loss")), built.fields.get("calculate_per_token_loss")
-    if masked and not whole and view.micro_batches * view.accumulation > 1:
+    masked, by_token = view.flag((*LOADER, "config", "eod_mask_loss")), view.flag(("calculate_per_token_loss",))
+    if masked and not by_token and view.micro_batches * view.accumulation > 1:
         reasons.append(
             "with eod_mask_loss micro-batches have different numbers of tokens, but their mean losses are averaged"
         )
