@@ -331,14 +331,14 @@ def _strategy(view: View, found: Findings) -> None:
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
-    """Report sharded gradients in a pipeline, which MindSpore does not finish compiling."""
+    """Report sharded gradients of several micro-batches, which MindSpore does not finish compiling."""
     lazy_inline = built.fields.get("disable_lazy_inline") is not True
-    if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline):
+    if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline, view.accumulation):
         section = ("parallel", "parallel_optimizer_config")
         level = view.get((*section, "optimizer_level")) == "level2"
         found.error(
             (*section, "optimizer_level" if level else "gradient_accumulation_shard"),
-            "MindSpore 2.9.0 does not finish compiling a pipeline with sharded gradients and lazy inline",
+            "MindSpore 2.9.0 does not finish compiling sharded gradients of several micro-batches with lazy inline",
             (
                 "leave the key out; a larger parallel_config.expert_parallel also makes gradients smaller, see "
                 "docs/memory.md"

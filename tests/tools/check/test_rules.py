@@ -228,6 +228,8 @@ def test_sharded_gradients_in_a_pipeline_are_a_compile_that_does_not_end(key, va
     whole = ((*PARALLEL, "pipeline_stage"), 1), ((*PARALLEL, "data_parallel"), 16), ((*MODEL, "offset"), 0)
     for other in (whole, [((*MODEL, "disable_lazy_inline"), True)]):
         assert dotted((*_OPTIMIZER, key)) not in findings(change(recipe, *other))
+    accumulated = change(recipe, *whole, (("runner_config", "gradient_accumulation_steps"), 2))
+    assert dotted((*_OPTIMIZER, key)) in findings(accumulated)  # the search is that of a pipeline
     assert findings(put(SEMI, _OPTIMIZER, {"gradient_accumulation_shard": False})) == {}
 
 

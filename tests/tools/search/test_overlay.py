@@ -177,7 +177,7 @@ def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     if site.memory:
         assert limit_of(child) == site.memory
     errors = [finding for finding in check_recipe(path).findings if finding.severity == "error"]
-    # what the space does not have: sharded gradients of a pipeline, weights without a copy under accumulation
+    # what the space does not have: sharded gradients of micro-batches, weights without a copy under accumulation
     outside = {load_schema().line(rule) for rule in ("endless_compile", "lost_gradients")}
     # batches that no layout of these degrees can help
     assert not [one for one in errors if "plugins" not in one.key and one.source not in outside], errors
