@@ -94,7 +94,7 @@ class Start:
         for check in checks(self.recipe, self.run_dir, goes_on, port, None, slots):
             check()
         if self.resume not in (None, "auto"):  # `otherwise` may be gone by the time that the run has its own
-            checkpoints.one_iteration(str(self.resume))
+            checkpoints.one_iteration(str(self.resume), ["auto"])
 
     def choose(self) -> CheckpointInfo | None:
         """Return the checkpoint from which the run begins. Only one node calls this method: it reads all files of the
