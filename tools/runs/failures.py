@@ -193,6 +193,8 @@ def failure_of(attempt: Attempt) -> Failure:
     rank = verdict.rank if verdict and verdict.rank is not None else end.rank
     log = _log_of(attempt, end, rank)
     found = diagnose(last_lines(log) if log else [])
+    if found.name == UNKNOWN and (told := diagnose([end.message])).name != UNKNOWN and not told.victim:
+        found = told  # a full disk has no room for the end of a log
     others = [one for one in attempt.ends.values() if one.host != host and one.outcome == "failed"]
     fell = {one.host: _victim(attempt, one) for one in others}
     fell |= {name: "told to end" for name in (verdict.victims if verdict else []) if name not in fell}
