@@ -21,6 +21,7 @@ from tools.runs.failures import diagnose, without_noise
 TAIL = 12  # lines of a log shown
 FRAMES = 6  # of them, those of the innermost calls
 _ROOM = 1 << 16  # bytes; with fewer a log, or the end of one, may not have been written
+OF_LOGS = "on the disk of the logs"  # which is the disk of the run, that all hosts share
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
 
 _SIGNALS: dict[int, str] = {
@@ -93,7 +94,7 @@ def _no_room(log: Path) -> str:
     """Return that the disk of a log is full, so that the log may lack its end; "" if it has room, or is unknown."""
     with suppress(OSError):
         if (free := shutil.disk_usage(log.parent).free) < _ROOM:
-            return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free on the disk of the logs)"
+            return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free {OF_LOGS})"
     return ""
 
 
