@@ -150,7 +150,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is HOST or HOST
     SLOTS, and `#` starts a comment; a host without SLOTS has `each` workers. IPv6 addresses lose their brackets,
-    because ssh and msrun take none.
+    because ssh and msrun take none, and names lose a dot at their end.
 
     Raises:
         ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
@@ -195,7 +195,7 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
 def _name(word: str) -> str | None:
     """Return the host that a word of a hosts file names; None if the word is no host's name or address."""
     if ":" not in word and not _DOTTED.fullmatch(word):
-        return word if _HOST.fullmatch(word) else None
+        return word.removesuffix(".") if _HOST.fullmatch(word) else None
     try:
         return None if "%" in word else str(ip_address(word[1:-1] if word[0] + word[-1] == "[]" else word))
     except ValueError:
@@ -213,9 +213,9 @@ def _hint(text: str) -> str:
 
 def usual_form(host: str) -> str:
     """Return a host's name or address in a form that is equal for all spellings of it: with small letters, without
-    brackets and a dot at the end, and an IPv6 address in its shortest form.
+    brackets, and an IPv6 address in its shortest form.
     """
-    text = host.strip("[]").removesuffix(".").lower()
+    text = host.strip("[]").lower()
     try:
         return str(ip_address(text))
     except ValueError:

@@ -201,7 +201,7 @@ def test_a_hosts_file_of_a_windows_editor_with_comments_and_addresses_of_ipv6(tm
     file.write_bytes(
         b"\xef\xbb\xbf# rack 7\r\nnode-0.cluster. 4 # the first\r\n10.1.2.3\tslots=4\r\n[FD00:0::7] 4\r\nfe80::1 4"
     )
-    assert host.read_hosts(file) == (["node-0.cluster.", "10.1.2.3", "fd00::7", "fe80::1"], 4)
+    assert host.read_hosts(file) == (["node-0.cluster", "10.1.2.3", "fd00::7", "fe80::1"], 4)
 
 
 @pytest.mark.parametrize(
