@@ -42,6 +42,7 @@ NOTICE_POLL = 0.1  # seconds between looks for such a signal
 POLL = 0.2  # seconds between looks while nothing runs here
 BEAT = 1.0  # seconds between signs of life of a node that waits
 LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
+RECENT = 1 << 26  # bytes of a metrics file from which the limits of its steps are learned
 UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
@@ -79,7 +80,7 @@ class Agent:
         self.link = link_to(host for host in self.job.hosts if host != self.job.host)
         self.notices: list[int] = []  # signals that came; while workers run the supervisor collects them instead
         metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(View(self.job.recipe))}.jsonl"
-        learn_steps(self.limits, Follower(metrics).new_records())
+        learn_steps(self.limits, Follower(metrics, newest=RECENT).records())  # of months of steps only the last count
         self.last: tuple[int, Verdict] | None = None
         self.leaving = False  # a signal has told us to
         self.refused = False  # whether a run of only this host was refused before it started anything

@@ -99,10 +99,10 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return all readings in the metrics file of one rank; return empty readings if the file does not exist."""
+    """Return all readings in the metrics file of one rank, without digests of samples; empty if there is no file."""
     readings = Readings()
-    for record in Follower(file).new_records():
-        readings.add(record)
+    for record in Follower(file).records():
+        readings.add({name: value for name, value in record.items() if name != "samples"})
     return readings
 
 

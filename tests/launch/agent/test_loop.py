@@ -456,3 +456,13 @@ def test_whether_fewer_hosts_can_go_on_is_asked_for_the_step_of_the_present_batc
     monkeypatch.setattr(loop, "smaller", lambda recipe, hosts, slots, step: asked.append(step))
     Agent(job(tmp_path, 0))._can(["here"])
     assert asked == [done]
+
+
+def test_an_agent_that_joins_a_long_run_reads_only_its_newest_steps(tmp_path, monkeypatch):
+    """It held the records of all steps in memory, with the digests of their samples."""
+    monkeypatch.setattr(loop, "RECENT", 2_000)
+    metrics = tmp_path / "metrics" / "rank_0.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text("".join(json.dumps({"step": step, "seconds": float(step)}) + "\n" for step in range(1, 1001)))
+    seen = Agent(job(tmp_path, 0)).limits.seen["step"]
+    assert seen[-1] == 1000.0 and 900 < seen[0] < 1000

@@ -189,6 +189,8 @@ def test_a_resumed_part_replaces_what_it_repeats(metrics):
 def test_speed_is_the_median_without_the_compiling_step(metrics):
     append(metrics, header(9, start=4), step(5, seconds=50), step(6, seconds=1), step(7, seconds=2), step(8, seconds=9))
     assert read_metrics(metrics).tokens_per_second() == 50.0
+    append(metrics, {**step(9), "samples": ["0" * 64] * 8})
+    assert "samples" not in read_metrics(metrics).last, "a summary of months of steps needs no digests in memory"
 
 
 def test_the_speed_of_one_step_is_not_known(metrics):
