@@ -119,6 +119,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("slow ranks", "; ".join(status.slow_ranks) or None),
         ("routers", _routers(status)),
         ("failures", _failures(status)),
+        ("metrics", status.left_out or None),
     ]
     return [(name, text) for name, text in found if text is not None]
 

@@ -41,7 +41,6 @@ from tools.runs.slow import Probes
 from tools.runs.study import GOES_ON, JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
-#
 # Only sums are held. When an attempt begins before steps that were made, the file is read again from its start, once.
 
 Sink = Callable[[dict[str, Any]], None]
@@ -244,7 +243,7 @@ class Status:
     token in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in
     the newest step, and `stage_end` is the last step with the same number. The field `untold` lists the attempts of
     which no record says how they ended; the number of failures is then unknown. The field `probed_ranks` is the number
-    of ranks that the straggler probes can compare.
+    of ranks that the straggler probes can compare, and `left_out` says which lines of the steps could not be read.
     """
 
     run: str
@@ -278,6 +277,7 @@ class Status:
     stage_end: int | None = None
     untold: list[int] = field(default_factory=list)
     probed_ranks: int | None = None
+    left_out: str = ""
 
     @property
     def over(self) -> int | None:
@@ -444,6 +444,7 @@ class Watch:
             slow_ranks=slow.slow,
             probed_ranks=slow.compared or None,
             untold=lost,
+            left_out=kept.follower.left_out,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
             not_finite=_not_finite(kept.last),

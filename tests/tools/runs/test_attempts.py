@@ -305,6 +305,19 @@ def test_a_run_without_recipe_or_steps_says_so(found):
     assert early.beside is None and "the run has no usual step" in early.notes[-1]
 
 
+def test_a_watch_says_which_lines_of_the_steps_it_leaves_out(tmp_path):
+    """The steps of a host whose clock is years ahead were left out without a word: step 0, for ever."""
+    builder = Builder(tmp_path / "run", 20)
+    builder.plan()
+    builder.train(3)
+    assert Watch(tmp_path / "run").look().left_out == ""
+    metrics = tmp_path / "run" / "metrics" / "rank_0.jsonl"
+    append(metrics, {**step(4), "time": 4e9}, {**step(5), "time": 4e9})
+    status = Watch(tmp_path / "run").look()
+    assert status.step == 3 and status.left_out.startswith("2 records left out (time is 4000000000.0, which is in the ")
+    assert "2 records left out" in CliRunner().invoke(runs, ["watch", str(tmp_path / "run"), "--once"]).output
+
+
 def test_steps_of_another_batch_than_the_recipes_are_not_compared(found):
     """In an early stage of a batch that grows, the report called such steps faster than predicted."""
     run = replace(found.run, parts=[replace(part, tokens=part.tokens // 2) for part in found.run.parts])
