@@ -24,12 +24,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from plugins.lines import Span
 from tools.runs.attempts import Attempt
 from tools.runs.places import END
-from tools.runs.readings import Part, Run
+from tools.runs.readings import Part, Run, metrics_of
 
 Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
 WORDS: dict[Kind, str] = {
@@ -116,10 +117,20 @@ def micro(seconds: float) -> int:
     return round(seconds * 1_000_000)
 
 
+def missing(metrics: Path) -> str:
+    """Return a sentence if the file with the losses of a run is missing, although other ranks have written theirs: of
+    the steps of this run nothing is known. Return "" if nothing is missing.
+    """
+    others = not metrics.exists() and any(metrics.parent.glob("rank_*.jsonl"))
+    return f"{metrics}, which holds the losses of the run, is missing, so that its steps are unknown" * others
+
+
 def ledger(run: Run) -> Ledger | str:
     """Return the time of a run divided by kind of work, or a sentence that says why the run's records do not determine
     this.
     """
+    if gone := missing(metrics_of(run.folder, run.recipe)):
+        return gone
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):

@@ -23,6 +23,7 @@ from tools.files.locks import is_left
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Attempt, Plan, numbers, of_the_run, read, read_attempt, recipe_file
 from tools.runs.failures import Failure, failure_of, has_failed, in_words, is_untold
+from tools.runs.goodput import missing
 from tools.runs.places import END, Numbering, begin_of, begins_anew, tokens_of
 from tools.runs.readings import (
     USUAL_OF,
@@ -369,9 +370,8 @@ class Watch:
 
     def _attempts(self) -> None:
         """Read the newest attempt, and read older attempts once more after they have ended."""
-        found = numbers(self.folder)
         newest = self.attempt.number if self.attempt else -1
-        for attempt in (one for one in found if one >= newest):
+        for attempt in (one for one in numbers(self.folder) if one >= newest):
             fresh = read_attempt(self.folder, attempt)
             before = self.before if attempt == newest else self.attempt
             if before and fresh not in of_the_run([before, fresh]):
@@ -421,7 +421,8 @@ class Watch:
         loss, (saved, whole) = kept.last.get("loss"), self._checkpoint()
         state, slow = self._state(), self.probes.look()
         lost = self.lost + ([attempt.number] if attempt and state == "unfinished" and is_untold(attempt) else [])
-        known = wall is not None and kept.seconds <= _CLOCKS * wall and not self.untold
+        gone = missing(kept.file)
+        known = wall is not None and kept.seconds <= _CLOCKS * wall and not (self.untold or gone)
         return Status(
             run=real_path(self.folder).name,
             state=state,
@@ -444,7 +445,7 @@ class Watch:
             slow_ranks=slow.slow,
             probed_ranks=slow.compared or None,
             untold=lost,
-            left_out=kept.follower.left_out,
+            left_out=gone or kept.follower.left_out,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
             not_finite=_not_finite(kept.last),
@@ -461,8 +462,7 @@ class Watch:
 
     def _held_out(self) -> dict[str, Any]:
         """Return the newest held-out losses, those that are finite."""
-        one = self.evaluation
-        if one is None:
+        if (one := self.evaluation) is None:
             return {}
         corpora = {name: loss for name, loss in one.corpora.items() if math.isfinite(loss)}
         loss = one.loss if math.isfinite(one.loss) else None

@@ -305,6 +305,17 @@ def test_a_run_without_recipe_or_steps_says_so(found):
     assert early.beside is None and "the run has no usual step" in early.notes[-1]
 
 
+def test_a_run_whose_losses_are_missing_is_not_said_to_have_made_no_step(tmp_path):
+    """Its goodput was 0 %, and all of its time was spent on starting."""
+    folder = trained(tmp_path / "run")
+    (metrics,) = (folder / "metrics").glob("rank_*.jsonl")
+    metrics.rename(folder / "metrics" / "rank_0.jsonl")
+    (one,) = json.loads(CliRunner().invoke(runs, ["report", str(folder), "--json"]).stdout)["runs"]
+    assert one["goodput"] is None and f"{metrics.name}, which holds the losses of the run, is missing" in one["unknown"]
+    status = Watch(folder).look()
+    assert status.goodput is None and "is missing" in status.left_out
+
+
 def test_a_watch_says_which_lines_of_the_steps_it_leaves_out(tmp_path):
     """The steps of a host whose clock is years ahead were left out without a word: step 0, for ever."""
     builder = Builder(tmp_path / "run", 20)
