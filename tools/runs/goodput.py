@@ -30,7 +30,7 @@ from typing import Literal
 from plugins.lines import Span
 from tools.runs.attempts import Attempt
 from tools.runs.places import END
-from tools.runs.readings import Part, Run, metrics_of
+from tools.runs.readings import Part, Run
 
 Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
 WORDS: dict[Kind, str] = {
@@ -129,8 +129,6 @@ def ledger(run: Run) -> Ledger | str:
     """Return the time of a run divided by kind of work, or a sentence that says why the run's records do not determine
     this.
     """
-    if gone := missing(metrics_of(run.folder, run.recipe)):
-        return gone
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):
