@@ -220,11 +220,11 @@ def _batches(view: View, found: Findings) -> None:
         found.error((*PARALLEL, "micro_batch_num"), wrong, "write 1", rule="micro_without_pipeline")
     for key, value in {"data_parallel": view.dp, "expert_parallel": view.ep}.items():
         if value > 1 and not view.flag(("use_parallel",)):
-            found.error(
-                (*PARALLEL, key),
-                f"{value} has no effect without use_parallel",
-                "write use_parallel: True, or write 1 here",
-            )
+            wrong, right = f"{value} has no effect without use_parallel", "write use_parallel: True, or write 1 here"
+            found.error((*PARALLEL, key), wrong, right)
+    if view.cpu_classes and view.devices == 1 and view.flag(("use_parallel",)):
+        wrong, right = "MindSpore fails with a CPU worker that is alone in its group", "write use_parallel: False"
+        found.error(("use_parallel",), wrong, right)
     for key, value in {"model_parallel": view.tp, "pipeline_stage": view.pp, "context_parallel": view.cp}.items():
         if value > 1 and not view.parallel:
             wrong = f"MindFormers silently replaces {value} by 1 outside semi-auto parallel mode"
