@@ -157,9 +157,7 @@ def dryrun(
         raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
     reserve = require_memory(measured, recipe, partial(click.echo, err=True)).reserve if measured else 0
-    written = apply_overrides(load_recipe(recipe), overrides)
-    sizes = resizing(written, devices)
-    loaded = without_files(apply_overrides(written, sizes))
+    loaded, sets = _sized(recipe, overrides, devices)
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if said := modelled(loaded):
@@ -179,7 +177,7 @@ def dryrun(
     lines: dict[int, TimeLine] = {}
     report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
     if any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"]):
-        words = advice(loaded, report["stages"][0]["memory"]["limit"], [*overrides, *sizes], measured)
+        words = advice(loaded, report["stages"][0]["memory"]["limit"], sets, measured)
         report["problems"].append(f"context.max_device_memory: {words}")
     if picture:
         draw(report, picture)
@@ -189,6 +187,13 @@ def dryrun(
         write_line(lines[fullest], title, report["stages"][0]["memory"]["limit"], time_line)
     proof = partial(proof_of, loaded, plan, results, jobs, not no_cache, as_json) if prove else None
     sys.exit(1 if _tell(report, proof, as_json) else 0)
+
+
+def _sized(path: Path, overrides: Sequence[str], devices: int | None) -> tuple[Recipe, list[str]]:
+    """Return the recipe for the devices, and the texts of `--set` that make it of its file."""
+    written = apply_overrides(load_recipe(path), overrides)
+    sizes = resizing(written, devices)
+    return without_files(apply_overrides(written, sizes)), [*overrides, *sizes]
 
 
 _SHOWN = 3  # changes of each sort

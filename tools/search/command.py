@@ -393,8 +393,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     """Drop what does not compile or fit of the best asked for, and of the next ones until one does: under the loads, if
     some were asked for. Ctrl-C keeps what is not tried yet.
     """
-    from tools.search.ranking.run import renumber
-    from tools.search.ranking.verify import Verdict, verify
+    from tools.search.ranking.verify import Verdict, renumber, verify
 
     judged = {id(one.config): one.judged for one in found.uneven if one.numbered}
     order = {config: place for place, config in enumerate(judged)}

@@ -18,12 +18,12 @@ from rich.table import Table
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.memory.room import LEFT_OUT, known_errors
-from tools.estimate.time_model import TimeModel
+from tools.estimate.time_model import PARTS, TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import LATE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
-from tools.search.ranking.run import Entry, Found, why_faster
+from tools.search.ranking.run import Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
 from tools.search.ranking.uneven import TABLES, lowered
 from tools.search.ranking.uneven import words as uneven_words
@@ -115,6 +115,8 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
+        elif _same_run(found.own, entries[0]):
+            lines.append("1 is the recipe's own layout: no faster one was found")
         elif found.own.seconds > entries[0].seconds:
             lines.append(f"1 before the recipe's own by {why_faster(entries[0], found.own)}")
         else:
@@ -128,6 +130,27 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
             room = f"needs more than it may: {found.request.room_words}"
             lines.append(f"the recipe's own mesh was not placed anew: it breaks a rule or a limit, or {room}")
     return lines
+
+
+def _same_run(first: Entry, second: Entry) -> bool:
+    one, two = first.config, second.config
+    return first.candidate == second.candidate and (one.layers, one.recompute) == (two.layers, two.recompute)
+
+
+def why_faster(first: Entry, second: Entry) -> str:
+    """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
+    the first layout is faster come before parts in which it is slower.
+    """
+    saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
+    least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
+    gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
+    costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
+    words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]
+    paid = [f"{-saved[name]:.2f} s more {PARTS[name]}" for name in costs]
+    total = f"{second.seconds - first.seconds:.2f} s per step"
+    if not words:
+        return f"{total}: the same within a hundredth"
+    return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
 
 
 def placed_words(found: Found) -> str:

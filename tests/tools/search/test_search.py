@@ -38,10 +38,11 @@ from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
-from tools.search.ranking.run import ByStages, Found, entry_of, renumber, why_faster
+from tools.search.ranking.run import ByStages, Found, entry_of
 from tools.search.ranking.uneven import Uneven, in_order, under
 from tools.search.ranking.uneven import words as uneven_words
-from tools.search.report import placed_words, reasons, stage_rows
+from tools.search.ranking.verify import renumber
+from tools.search.report import placed_words, reasons, stage_rows, why_faster
 from tools.search.request import read_limit, request_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
