@@ -21,7 +21,7 @@ from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance
-from tools.layout.offsets import LayoutFile, is_layout_file, path_of, write_layout
+from tools.layout.offsets import LayoutFile, is_layout_file, layout_at, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.process.waiting import Progressing
 from tools.ranges import Number
@@ -83,9 +83,10 @@ def layout(
 
     A recipe whose model.model_config.offset is `auto` reads the written layout file at every launch. The command
     ignores the recipe's own offset and recompute tables; it uses the recipe's degrees, batch, schedule and memory
-    limit, so the layout file must be made anew when these change. Predicted memory stays under the limit by a margin,
-    by default the estimator's known error. With the same effort the layout is the same on every machine, unless the
-    time limit ends the search, which the output then says.
+    limit, so the layout file must be made anew when these change. If the file exists and holds a faster layout for the
+    same run and cluster, it is kept. Predicted memory stays under the limit by a margin, by default the estimator's
+    known error. With the same effort the layout is the same on every machine, unless the time limit ends the search,
+    which the output then says.
 
     Exit codes: 0 a layout was found; 1 no layout fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
@@ -96,10 +97,11 @@ def layout(
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
     check_writable(path)
+    before = layout_at(path)
     budget = Budget(effort_within(effort, EFFORT, time_limit), time_limit)
     with interruptible(budget), Progressing(f"searching for a layout, effort {budget.effort:g}"):
         try:
-            found = make_layout(loaded, cluster, budget, seed, memory_margin)
+            found = make_layout(loaded, cluster, budget, seed, memory_margin, before)
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
@@ -107,13 +109,15 @@ def layout(
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     words += ["--seed", str(seed)] if seed else []
     words += [word for item in overrides for word in ("--set", item)]
-    write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
+    if found is not before:
+        write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
     text = layout_text(loaded, found)
     if as_json:
         click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
     else:
         _print(found, text)
-    click.echo(f"written: {path}", err=True)
+    kept = "kept, because this search found no faster layout" if found is before else "written"
+    click.echo(f"{kept}: {path}", err=True)
     if real_path(path) != real_path(own):
         click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
     elif look(loaded, OFFSET) != AUTO:

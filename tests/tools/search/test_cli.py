@@ -194,7 +194,7 @@ def test_a_margin_of_ones_own(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
+def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, monkeypatch):
     mine = tmp_path / "mine.yaml"
     mine.write_text("anything: 1\n")
     result = run_layout(recipe, "--effort", "1", "--out", mine)
@@ -203,6 +203,10 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
     assert run_layout(recipe, "--effort", "1", "--out", mine, "--force").exit_code == 0
     again = run_layout(recipe, "--effort", "1", "--out", mine)
     assert again.exit_code == 0 and "a launch reads only " in again.stderr and "once its" not in again.stderr
+    monkeypatch.setattr("tools.search.cli.make_layout", lambda *given: given[-1])  # the layout of before
+    written = mine.read_bytes()
+    assert f"kept, because this search found no faster layout: {mine}" in run_layout(recipe, "--out", mine).stderr
+    assert mine.read_bytes() == written
 
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
