@@ -449,7 +449,7 @@ def _tell(
         console.width = max(console.width, _WIDTH)
         print_text(found, times, console)
         if others.every:
-            print_schedules(others, found.entries[0], times, console)
+            print_schedules(others, found, times, console)
     if not found.entries:
         return
     if found.unverified:

@@ -379,15 +379,29 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[s
     return table
 
 
-SCHEDULE_HEADS = ("schedule", "layout", "recompute", "step s", "to 1", "GiB", "bubble", "MindFormers 1.9.0")
+SCHEDULE_HEADS = (
+    "schedule",
+    "layout",
+    "recompute",
+    "step s",
+    "to 1",
+    "not under",
+    "GiB",
+    "bubble",
+    "MindFormers 1.9.0",
+)
 _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
-def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
-    """Print the table of pipeline schedules, and the cost of swapping activations for the layout `first`."""
+def print_schedules(found: BySchedule, of_1f1b: Found, times: TimeModel, console: Console) -> None:
+    """Print the table of pipeline schedules, and the cost of swapping activations for the best layout of 1F1B."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
-    console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
-    for line in swap_words(first.config, times):
+    console.print(_table(SCHEDULE_HEADS, rows_of(found, of_1f1b.entries[0], of_1f1b.least), _LEFT))
+    console.print(
+        "not under: by the estimator no layout of the schedule takes fewer seconds; -: no such bound is known",
+        style="dim",
+    )
+    for line in swap_words(of_1f1b.entries[0].config, times):
         console.print(f"- {line}")
 
 
@@ -401,11 +415,11 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
     return one.entry.config, path, [*notes(own), f"{words}{found.entries[0].seconds:.2f} s."]
 
 
-def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
+def rows_of(found: BySchedule, first: Entry, least: float) -> list[list[str]]:
     """Return a table row for the best layout of each pipeline schedule, the fastest first; `first` is the best layout
-    of (interleaved) 1F1B.
+    of (interleaved) 1F1B, and `least` the lower bound in seconds on all its layouts.
     """
-    own = Scheduled(first.config.schedule, first, "")
+    own = Scheduled(first.config.schedule, first, "", least=least)
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [
         [
@@ -414,10 +428,11 @@ def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
             entry.recompute,
             f"{entry.seconds:.2f}",
             f"{100 * (entry.seconds / first.seconds - 1):+.1f} %",
+            f"{one.least:.2f}" if one.least else "-",
             f"{entry.peak / GIB:.1f}",
             f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
             one.runs,
         ]
         for entry, one in sorted(timed, key=lambda pair: pair[0].seconds)
     ]
-    return rows + [[one.schedule, one.why, "", "", "", "", "", one.runs] for one in found.every if not one.entry]
+    return rows + [[one.schedule, one.why, "", "", "", "", "", "", one.runs] for one in found.every if not one.entry]
