@@ -29,7 +29,7 @@ from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import RECOMPUTE, Candidate, candidate_of, configuration
 from tools.search.ranking.rank import Chances, Ranked, Ranking, layout_of, rank
 from tools.search.ranking.swapping import Swapping
-from tools.search.ranking.uneven import Uneven, in_order, under
+from tools.search.ranking.uneven import Uneven, in_order, renumbered, under
 from tools.search.ranking.workers import (
     LEAST_SECONDS,
     Results,
@@ -264,7 +264,8 @@ def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
     """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
-    add this ranking to the results. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
+    add this ranking to the results. If the recipe's own layout is before all layouts of the search, and the search may
+    take it, it becomes one of them. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
     as interrupted.
     """
     request = found.request
@@ -281,6 +282,13 @@ def add_loads(
         found.whole = False
         return
     found.uneven = in_order(every)
+    first = next(one for one in found.uneven if one.numbered or one.name == "recipe")
+    mine = own_placement(request, times) if found.own_mesh and not first.numbered else None
+    if found.own and mine and mine.configuration:  # it is the answer, like a placed layout
+        own = replace(found.own, name="", config=mine.configuration)
+        found.entries = sorted([*found.entries, own], key=lambda entry: (entry.seconds, entry.peak))
+        ranked = in_order([replace(first, name="0", config=own.config), *found.uneven])
+        found.uneven = renumbered(ranked, [entry.config for entry in found.entries])
 
 
 FLOORS = 32  # candidates of one job

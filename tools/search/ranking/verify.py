@@ -35,7 +35,7 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.search.overlay import write_overlay
-from tools.search.ranking.run import Entry, Found
+from tools.search.ranking.run import Entry
 from tools.search.request import Request
 
 _MEMORY = "context.max_device_memory"  # what `tools.dryrun` says of it is judged here, against the search's cap
@@ -238,12 +238,3 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judg
     ]
     near = [line for line, fit in zip(lines, fits, strict=True) if fit == UNKNOWN]
     return Verdict(found.problems + over, [f"{line}, it may be {request.room_words}" for line in near], estimate)
-
-
-def renumber(found: Found) -> None:
-    """Delete from `found.uneven`, the ranking under uneven expert loads, the layouts that a dry run rejected, and
-    number the remaining layouts anew.
-    """
-    names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
-    kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
-    found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
