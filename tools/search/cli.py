@@ -16,9 +16,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.efficiency import error_lines, known_error
 from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
 from tools.files.figure import check_ending
-from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware import DEFAULT_HARDWARE, Hardware
 from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance
 from tools.layout.offsets import LayoutFile, is_layout_file, layout_at, path_of, write_layout
@@ -112,10 +114,13 @@ def layout(
     if found is not before:
         write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
     text = layout_text(loaded, found)
+    hardware = find_cluster(cluster)
     if as_json:
-        click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
+        known = known_error(hardware)
+        more = {"layout": text, "path": str(path), "known_step_errors": known.as_json() if known else None}
+        click.echo(json.dumps({**asdict(found), **more}))
     else:
-        _print(found, text)
+        _print(found, text, hardware)
     kept = "kept, because this search found no faster layout" if found is before else "written"
     click.echo(f"{kept}: {path}", err=True)
     if real_path(path) != real_path(own):
@@ -125,7 +130,7 @@ def layout(
     tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
 
 
-def _print(found: LayoutFile, text: str | None) -> None:
+def _print(found: LayoutFile, text: str | None, hardware: Hardware) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     predicted = found.predicted
     gap = 1 - predicted["bound_s"] / predicted["step_s"]
@@ -138,6 +143,8 @@ def _print(found: LayoutFile, text: str | None) -> None:
     lines["fits"] = f"so near to the limit {predicted['fits']} published runs would have"
     for name, value in lines.items():
         console.print(f"{name:<22} {value}")
+    for line in error_lines(hardware):
+        console.print(line)
 
 
 # of the time limit: starting Python and HiGHS's last look at the clock

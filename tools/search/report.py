@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
+from tools.estimate.efficiency import error_lines
 from tools.estimate.memory.room import LEFT_OUT, known_errors
 from tools.estimate.time_model import PARTS, TimeModel
 from tools.hardware.units import GIB
@@ -232,14 +232,12 @@ def memory_words(request: Request) -> list[str]:
 def assumptions(found: Found, times: TimeModel) -> list[str]:
     """Return lines that list the data and the assumptions behind the results of a search."""
     request, hardware = found.request, times.hardware
-    known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
     lines = [
         *memory_words(request),
         "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
         "exposed is communication that nothing hides; data stalls are taken as zero",
-        f"step times: {known.words if known else UNKNOWN}",
-        *([newer.words] if (newer := newer_error(hardware)) else []),
+        *error_lines(hardware),
     ]
     if assumed:
         lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")

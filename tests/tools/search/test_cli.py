@@ -153,6 +153,7 @@ def test_it_makes_what_a_launch_reads(recipe):
     result = run_layout(recipe, "--effort", "1")
     assert result.exit_code == 0, result.stderr
     assert "layout (Megatron)      E" in result.stdout and "no layout is more than" in result.stdout
+    assert "step times: off by " in result.stdout and "runs of software that is newer" in result.stdout
     path = recipe.with_suffix(".layout.yaml")
     assert f"written: {path}" in result.stderr
     assert check_recipe(recipe).clean
@@ -170,7 +171,7 @@ def test_json_and_another_place(recipe, tmp_path):
     assert found["predicted"]["cap_gib"] == 58 and max(found["predicted"]["stage_gib"]) <= 58 * (
         1 - known_errors().margin
     )
-    assert found["layout"].startswith("E")
+    assert found["layout"].startswith("E") and found["known_step_errors"]["worst"] > found["known_step_errors"]["mean"]
     assert f"--seed 3 --set {change} --set 'runner_config.batch_size= 1'`" in out.read_text().splitlines()[0]
     assert not recipe.with_suffix(".layout.yaml").exists()
 
