@@ -164,12 +164,14 @@ def test_plans_for_nodes_keep_the_budget_and_fill_no_device_more(seed, moves, al
         slots, loads = new, rng.integers(0, 1000, 48)
 
 
-@pytest.mark.parametrize("moves", [2, 4])
-def test_few_moves_at_a_time_come_to_an_end_only_where_no_swap_helps(moves):
-    """Plans that balance the nodes first, and have no move left for the devices, are not made for ever in vain."""
+@pytest.mark.parametrize(("moves", "experts"), [(2, 64), (4, 64), (None, 16)])
+def test_plans_for_nodes_come_to_an_end_only_where_no_swap_helps(moves, experts):
+    """Plans that balance the nodes first, and thereby leave the fullest device as full, are not made for ever in
+    vain.
+    """
     for seed in range(10):
-        loads = np.exp(np.random.default_rng(seed).normal(0, 0.6, 64)) * 1000
-        wanted, slots = Settings(moves=moves), np.arange(64)
+        loads = np.exp(np.random.default_rng(seed).normal(0, 0.6, experts)) * 1000
+        wanted, slots = Settings(moves=moves), np.arange(experts)
         for step in range(40):
             slots = next_placement(wanted, loads, slots, 8, step=step, layer=0, nodes=4)
         by_devices = next_placement(wanted, loads, slots, 8, step=40, layer=0)
