@@ -313,9 +313,7 @@ def ops(
 
 
 def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
-    """Return a dictionary with the key "shipped", which holds the result of the comparison with the stored golden
-    results.
-    """
+    """Return {"shipped": the comparison with the stored golden results}."""
     from tools.accuracy.operators.shipped import differences, read_shipped
 
     content = read_shipped()

@@ -1,6 +1,5 @@
-"""This module checks whether a sharded training executes the collectives that `tc3 dryrun` reports: CPU processes train
-a few steps of a recipe and record the collectives of the first step, which are compared with those in the compiled
-graph of every rank.
+"""This module checks whether CPU processes, in the first step of a sharded training, execute the collectives that the
+compiled graph of every rank has in the report of `tc3 dryrun`.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in the file `path` with its overrides; for a recipe for Ascend, return its mini recipe for CPU
-    with the same kinds of parallelism. Raise RecipeError if the file or an override is wrong, or if MindSpore would not
-    shard the recipe's graph.
+    """Return the recipe in the file `path` with its overrides, or the mini recipe with the same kinds of parallelism of
+    a recipe for Ascend. Raise RecipeError for a wrong input, or if MindSpore would not shard the graph.
     """
     refuse_missing(path)
     recipe = load_recipe(path)
@@ -54,9 +52,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError if `path` does not exist and has no ending of a recipe file, so that it may be a misspelt
-    folder of a run.
-    """
+    """Raise RecipeError if `path` does not exist and may be a misspelt folder of a run."""
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -87,9 +83,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps of a recipe on a made-up corpus, and return the folder of the run; raise RunFailedError if
-    the training fails.
-    """
+    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if it fails."""
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)
@@ -119,26 +113,21 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether all ranks executed the collectives that the dry run reports; `why` is the reason if this
-    is `UNKNOWN`.
-    """
+    """A `Verdict` says whether all ranks executed the collectives of the dry run; `why` says why this is UNKNOWN."""
 
     word: str
     why: str = ""
     ranks: list[RankCalls] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict and the comparison of each rank as dicts and lists that can be written as JSON."""
+        """Return the verdict as values for JSON."""
         return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
-    """Compile the recipe of a finished run for every rank, and compare the collectives in the compiled graphs with the
-    collectives that the run executed. At most `at_once` ranks are compiled at the same time; if `at_once` is None, as
-    many ranks as fit into memory are compiled at the same time.
-
-    Raises:
-        RecipeError: the folder is not that of a sharded run. DataError: a rank's record is missing or broken.
+    """Compile the recipe of a finished run for every rank, at most `at_once` ranks at a time (None: as many as fit into
+    memory), and compare the collectives with those that the run executed. Raise RecipeError if the folder is not that
+    of a sharded run, and DataError if a rank's record is missing or broken.
     """
     recipe = recipe_of_run(run_dir)
     view = View(recipe)
@@ -195,8 +184,8 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run without the keys that do not change its compiled graph, so that several runs can share
-    cached graphs; raise RecipeError if the folder has no recipe, or if the recipe's graph is not sharded.
+    """Return the recipe of a run without keys that do not change its graph, so that runs share cached graphs; raise
+    RecipeError if there is none, or if its graph is not sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
@@ -222,9 +211,7 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return the collectives that one rank recorded in its first step; raise DataError if the rank's file is missing,
-    or if it is not a record of collectives.
-    """
+    """Return the collectives of one rank's first step; raise DataError if its record is missing or damaged."""
     file = calls_file(run_dir, rank)
     if not file.is_file():
         raise DataError(
@@ -241,9 +228,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def _wrong(told: Any) -> str:
-    """Return in words the first property of a record that no run writes; "" if it is a record of one rank's
-    first step.
-    """
+    """Return the first property of a record that no run writes; "" if there is none."""
     if not isinstance(told, dict):
         return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
@@ -261,7 +246,6 @@ def _wrong(told: Any) -> str:
 
 
 def _is_call(call: Any) -> bool:
-    """Return whether a value out of JSON is a `CallRecord`."""
     if not isinstance(call, list) or len(call) != len(CallRecord._fields):
         return False
     one = CallRecord(*call)

@@ -63,9 +63,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` holds the differences between two runs, or, for a single run, the laws (relations that hold in every
-    correct run) that the run breaks.
-    """
+    """A `Verdict` holds the differences between two runs, or the laws that a single run breaks."""
 
     findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
     changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
@@ -80,18 +78,15 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the earliest step and stage where a difference is larger than rounding; if rounding
-        explains all differences, return the findings at the earliest step and stage.
-
-        Another order of summation may change the last bits at an earlier stage than a fault does, but it does not
-        explain a larger difference.
+        """Return the findings at the first step and stage with a difference above rounding, if there is one. Another
+        order of summation may change the last bits earlier, but does not explain a larger difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))
 
     @property
     def before(self) -> int:
-        """Return the number of differences, all explained by rounding, that come before the first larger difference."""
+        """Return the number of differences, all explained by rounding, before the first larger one."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
@@ -114,9 +109,7 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run, or on the differences between two runs; raise OtherModelError if the models of the
-    two runs have different sizes.
-    """
+    """Return the verdict on one run, or on two; raise OtherModelError if the models have different sizes."""
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
@@ -142,9 +135,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings with the step at which they arose: a module that is wrong at the end was so when the first number
-    of a step's arithmetic differed.
-    """
+    """Yield findings with the step at which they arose: that of the first wrong number for those made at the end."""
     steps = [
         each.step
         for each in findings
@@ -166,7 +157,6 @@ def _placed(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
-    """Return (package, version in A, version in B) of those that differ; none where a run did not record them."""
     if not a.software or not b.software:
         return ()
     pairs = [
@@ -256,9 +246,7 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_gaps(self) -> None:
-        """Add to the gaps of each run the tensors that only some of its ranks recorded, and the names that only the
-        other run recorded.
-        """
+        """Add to each run's gaps the tensors that some ranks, and the names that only the other run, recorded."""
         found = []
         for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
@@ -303,9 +291,7 @@ class _Pair:
                 yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
-        """Yield findings about the state that one run restored from a checkpoint, compared with the state of the other
-        run at that step.
-        """
+        """Yield findings about a state that one run restored, beside the state of the other run at that step."""
         for one, other in ((self.a, self.b), (self.b, self.a)):
             for start in one.starts:
                 known = start.step > 0 and start.step not in one.states and start.step in other.states
@@ -402,11 +388,10 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Yield findings about gradients before clipping, because a wrong global norm scales all gradients without any
-        of them being wrong.
+        """Yield findings about gradients before clipping, because a wrong global norm scales all gradients.
 
-        If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
-        leaves them, clipping is wrong, and what the gradients were before it is not known.
+        If both runs have the same global norm, and the clipped gradients of one do not have the norm that it leaves
+        them, clipping is wrong, and the gradients before it are not known.
         """
         one, two = (side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b))
         same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
@@ -467,9 +452,7 @@ def _finite(norm: float | None) -> bool:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the ratio (second / first) of the pairs if it is the same for all pairs and is not 1; otherwise return
-    None.
-    """
+    """Return the ratio (second / first) of the pairs if all have the same and it is not 1; otherwise return None."""
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

@@ -1,7 +1,5 @@
-"""This module defines the form of each line in the records of a run: its keys and the types of their values. `tc3
-accuracy diagnose` refuses records whose lines have another form.
-
-A key that this module does not know is ignored, because a later version may write more.
+"""This module defines the form of each line in the records of a run: its keys and the types of their values. Unknown
+keys are ignored, because a later version may write more.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ _SHORT = 40  # characters of a wrong value that a message shows
 
 @dataclass(frozen=True)
 class Form:
-    """A `Form` describes the valid values of a key in a recorded line: `words` describes a valid value in error
-    messages, and `inner` yields (name, value, form) for each value inside a list or an object.
-    """
+    """A `Form` describes the valid values of a key in `words`; `inner` yields (name, value, form) of values inside."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -147,18 +143,14 @@ END_OF_STATE = {"step": _STEP, "end": _TRUE, "state": _STATE, "modules": _MODULE
 
 
 def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, number: int) -> None:
-    """Raise DataError if a recorded line holds a value of a wrong type; the message names the file, the line and the
-    key.
-    """
+    """Raise DataError if a recorded line holds a value of a wrong type."""
     for name, each in form.items():
         if name in record and (wrong := _wrong(record[name], each)):
             raise DataError(f"{file}: line {number}: {name}{wrong[0]} {wrong[1]}; {_MEND}")
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError if a line records another number of experts for a router than earlier lines do; `known` holds the
-    number of experts of each router.
-    """
+    """Raise DataError if the experts of a router are not as many as `known` from earlier lines."""
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):
@@ -169,10 +161,7 @@ def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, 
 
 
 def _wrong(value: Any, form: Form) -> tuple[str, str] | None:
-    """Return the path inside a value to a wrong value, and what is wrong with it; return None if nothing is wrong.
-
-    The path is made only then, because a run writes many lines.
-    """
+    """Return the path inside a value to a wrong value, and what is wrong with it; None if nothing is."""
     if not form.holds(value):
         text = json.dumps(value)
         return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, but must be {form.words}"

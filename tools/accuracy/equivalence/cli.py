@@ -159,12 +159,8 @@ def equivalence_command(
 
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
-    """Return the path of a recipe's golden file, and the recipe to which the numbers in this file belong if that is
-    another recipe.
-
-    Raises:
-        RecipeError: --golden has none for it, or another's; --update would overwrite another's. DataError: --update
-            cannot write the file.
+    """Return the path of a recipe's golden file, and another recipe to which it belongs, if any. Raise RecipeError if
+    --golden has no file for the recipe, or if it would be compared with, or overwrite, another's.
     """
     from tools.accuracy.equivalence import golden_gate
 
@@ -185,11 +181,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return the differences from the golden numbers, and the runs that have no golden numbers; with `update` write the
-    numbers instead, and return two empty lists.
-
-    Args:
-        file: where this recipe's numbers stand, or would; None where another recipe's do.
+    """Return the differences from the golden numbers in `file` (None: it is another recipe's), and the runs without
+    golden numbers; with `update` write the numbers instead, and return two empty lists.
     """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL

@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that move elements without computing: gathers and scatters by
-indices, reshapes, slices, casts.
-"""
+"""This module tests operators that move elements without computing: gathers, scatters, reshapes, slices, casts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that compute each element separately: arithmetic, activations, and
-the steps of optimizers.
-"""
+"""This module tests operators that compute each element separately: arithmetic, activations, optimizers' steps."""
 
 from __future__ import annotations
 
@@ -148,9 +146,7 @@ MAX_NORM = 1.0
 
 
 def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return the change of a weight w by AdamW with decoupled weight decay, - lr decay w - lr m^ / (sqrt(v^) + eps),
-    and the new moments m and v.
-    """
+    """Return - lr decay w - lr m^ / (sqrt(v^) + eps), the change of a weight by AdamW, and the new moments m and v."""
     m = BETA1 * m + (1 - BETA1) * gradient
     v = BETA2 * v + (1 - BETA2) * np.square(gradient)
     denominator = np.sqrt(v / (1 - BETA2**STEP)) + EPS

@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators with matrix products: matmul, attention with rotary positions, and
-experts with the dispatch of their tokens.
-"""
+"""This module tests operators with matrix products: matmul, attention with rotary positions, experts' dispatch."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
 def grouped(rng, rows, h, width, experts):
-    """Return inputs for a grouped matmul: rows sorted by expert, a weight matrix for each expert, and for each expert
-    the index after its last row. The experts have unequal numbers of rows, and one expert may have none.
+    """Return rows sorted by expert, a matrix for each expert, and the index after each expert's last row. Experts have
+    unequal numbers of rows, and one may have none.
     """
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
     ends = np.append(cuts, rows).astype(np.int64)
@@ -36,9 +34,7 @@ def grouped(rng, rows, h, width, experts):
 
 
 def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
-    """Return the grouped matmul of rows [C, h] and experts' weights [E, h, H] as [C, H]: each expert's weight
-    multiplies only the rows of that expert.
-    """
+    """Return rows [C, h] times the weights [E, h, H] of their experts, as [C, H]."""
     parts = np.split(rows, ends[:-1])
     return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
@@ -154,7 +150,7 @@ def _probabilities(q, k):
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """Return causal attention softmax(q k^T / sqrt(D)) v, where q, k, v and the result are [B, N, S, D]."""
+    """Return causal attention softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
     return _probabilities(q, k) @ v
 
 
@@ -216,9 +212,8 @@ def _chosen(logits, bias):
 
 
 def router(logits: Array, bias: Array) -> tuple[Array, Array]:
-    """Return the weights and the indices of the k experts that a router chooses for each token, both [N, k].
-
-    Experts are chosen by score plus bias; their weights are their scores without the bias, normalised and scaled.
+    """Return the weights and the indices of the k experts that a router chooses for each token, both [N, k]: the best
+    by score plus bias, weighted by their scores without the bias, normalised and scaled.
     """
     gate, index = _chosen(logits, bias)
     return SCALING * gate / (gate.sum(-1, keepdims=True) + 1e-20), index
@@ -262,9 +257,7 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return two permutations int [N k] for the k copies of N tokens: the order that sorts the copies by expert
-    (stable), and the position of each copy in this order.
-    """
+    """Return for the k copies of N tokens, int [N k], the order by expert (stable), and each copy's place in it."""
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 
@@ -286,9 +279,7 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return tokens [N, h], where each token is the weighted sum of its k copies. The argument `rows` holds the sorted
-    copies [N k, h], `place` [N k] holds the row of each copy, and `probs` [N, k] holds the weights of the copies.
-    """
+    """Return tokens [N, h], each the sum of its k copies `rows[place]` [N k, h], weighted by `probs` [N, k]."""
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 

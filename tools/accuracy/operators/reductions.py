@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that compute over a whole axis: sums and maxima, sorting, norms and
-softmax, losses.
-"""
+"""This module tests operators that compute over a whole axis: sums and maxima, sorting, norms, softmax, losses."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a product over the last axis: dout times the product of all other elements, computed
-    without dividing by x, because this division would magnify errors where x is tiny.
-    """
+    """Return dout times the product of all other elements, without dividing by x, which may be tiny."""
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
 
@@ -83,7 +79,6 @@ K = 8
 
 
 def _ordered(name, source, call, golden, order):
-    """Return the spec of an operator that picks elements of a row by their order, which `order` gives."""
     return Spec(
         name, source, ((16, 200),), _distinct, golden, call=call, counts=moved,
         grad=order and (lambda x, dout: place_back(x, order(x), dout)),
@@ -173,9 +168,7 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return the RMS norm as MindFormers computes it (transformer/norm.py): the statistics in float32, the result in
-    the input's type.
-    """
+    """Return the RMS norm as MindFormers computes it (transformer/norm.py): the statistics in float32."""
 
     def make(ms):
         def call(x, gamma):

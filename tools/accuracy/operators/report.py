@@ -91,18 +91,14 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return the status of an operator in one data type: "fail" if a check failed, "not runnable" if its forward pass
-    did not run here, otherwise "pass".
-    """
+    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, otherwise PASS."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
 def used(rows: list[Row]) -> float:
-    """Return the largest error in forward and backward as a share of its tolerance; 0 if the operator only moves
-    values.
-    """
+    """Return the largest error in forward and backward as a share of its tolerance."""
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
@@ -127,9 +123,7 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return one line for each operator that cannot run here, with its data types, the phase (forward or backward) and
-    MindSpore's message.
-    """
+    """Return one line for each operator that cannot run here: its types, the phase and MindSpore's message."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.op, row.phase, row.detail), []).append(SHORT[row.dtype])
