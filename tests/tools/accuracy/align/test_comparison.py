@@ -73,7 +73,6 @@ def runs(monkeypatch):
 
 
 def recipe_like(path, folder, *overrides):
-    """A copy of a recipe with something else in it."""
     dump_recipe(apply_overrides(load_recipe(path), overrides), folder / "other.yaml")
     return folder / "other.yaml"
 
@@ -316,7 +315,6 @@ def test_a_degree_that_is_set_on_the_command_line_counts():
 
 @pytest.mark.parametrize("recorded", [0, 2])
 def test_losses_that_were_not_recorded_are_not_compared(recorded, tmp_path, monkeypatch):
-    """With `per_print_times: 10` no loss of 3 steps was recorded, and stage 6 passed."""
     recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
     recipe["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 10}]
     assert shortened(recipe, 3)["callbacks"] == [{"type": "MFLossMonitor", "per_print_times": 1}]
@@ -359,7 +357,6 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
 
 
 def test_accumulated_gradients_are_those_of_one_batch_in_one_process(tmp_path):
-    """The process accumulated the whole batch as often again, so that it trained on other samples."""
     recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
     recipe["runner_config"]["gradient_accumulation_steps"] = 2
     dump_recipe(recipe, tmp_path / "recipe.yaml")
@@ -393,7 +390,6 @@ def test_what_is_printed():
 
 
 def test_an_error_that_is_not_finite_is_a_text_in_json():
-    """A gradient that only one side has printed Infinity, which JSON does not have."""
     rows = [Row("a", float("inf"), 1e-4, "relative"), Row("b", float("nan"), 1e-4, "relative")]
     comparison = Comparison("recipe.yaml", "other.yaml", [Stage("backward", rows)])
     told = json.loads(json.dumps(comparison.as_json(), allow_nan=False))["stages"][0]["rows"]

@@ -19,7 +19,6 @@ MINI = RECIPES / "mini" / "pretrain.yaml"
 
 @pytest.fixture
 def corpora(tmp_path):
-    """Two prefixes of one corpus, and one of another."""
     for name in ("one", "same", "other"):
         write_learnable(tmp_path / name, 100 if name == "other" else 512)
     return {name: str(tmp_path / name) for name in ("one", "same", "other")}
@@ -68,7 +67,6 @@ def test_a_corpus_goes_by_its_content(corpora):
 
 
 def test_a_corpus_is_compared_to_its_last_token(corpora, monkeypatch):
-    """Two corpora were the same if their first 64 MiB were; a corpus at one place is not read at all."""
     read = []
     crc = align_config._crc
     monkeypatch.setattr(align_config, "PIECE", 1000)

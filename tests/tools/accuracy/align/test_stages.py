@@ -94,7 +94,6 @@ def test_equal_sides_pass_every_stage():
 
 
 def without(one, *names):
-    """A record as that of a model whose log has not these curves."""
     return replace(one, curve={name: values for name, values in one.curve.items() if name not in names})
 
 
@@ -212,7 +211,6 @@ def test_faults_of_the_optimizer(update, group, told):
 
 
 def test_the_golden_samples_of_updates_show_a_missing_decay():
-    """`test_align_mindformers` holds MindFormers to them; norms hardly change."""
     kept = golden.load()
     model = Sizes(**json.loads(str(kept["sizes"])))
     hyper = hyper_of(on_one_worker(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
@@ -292,7 +290,6 @@ def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
 
 
 def test_a_model_without_routers_has_no_ties():
-    """It was divided by the number of choices, 0; and no tie explains that its losses part."""
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     theirs.single = single(ours, choices=np.zeros(4))
     assert compared(ours, theirs).stages[-1].status == "passed"
@@ -333,7 +330,6 @@ def test_a_weight_that_differs_in_its_last_place_does_not_differ():
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("side", [0, 1, 2])
 def test_nothing_infinite_passes(spoil, side):
-    """Neither ours, nor the reference, nor its run that says what rounding does."""
     sides = [cases.record(MODEL) for _ in range(3)]
     sides[side].gradient["lm_head.weight"][0, 0] = spoil
     name, reason = failed(compared(*sides))

@@ -90,7 +90,6 @@ class Run:
         return value
 
     def write(self):
-        """Train; return the folder."""
         (self.folder / "metrics").mkdir(parents=True)
         dump_recipe(self.recipe, self.folder / "recipe.yaml")
         state = {**self.start(), f"{ROUTER}.expert_bias": np.zeros(EXPERTS, np.float32)}

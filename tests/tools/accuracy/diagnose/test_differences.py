@@ -428,8 +428,6 @@ def test_a_resume_that_restores_all_is_equal_in_the_steps_of_both(pair):
 
 
 def test_a_bias_that_moves_wrongly_in_the_first_step_after_a_resume(pair):
-    """Runs of other layouts compare no biases, and the law looked only from the second step on."""
-
     class Turned(Run):
         def move(self, load):
             return -super().move(load)

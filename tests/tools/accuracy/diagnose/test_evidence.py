@@ -86,7 +86,6 @@ def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before, after):
-    """Where a run went on with fewer ranks, their parts of the gradients were missed in the global norm."""
     run = Run(tmp_path / "run", steps=2, ranks=before).write()
     later = Run(tmp_path / "later", steps=4, ranks=after, resumed_from=2).write()
     shutil.copy(later / "recipe.yaml", run)
@@ -107,8 +106,6 @@ def test_steps_of_another_number_of_ranks_are_left_out_and_said(tmp_path, before
 
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_run_that_went_back_again_is_read_from_where_it_went_back(tmp_path, before):
-    """The start at step 3, of samples that were skipped later, was compared with the step 3 that was made again."""
-
     class Skipping(Run):
         def gradient(self, step, name):
             return super().gradient(step + 10 * (step > 1), name)
@@ -128,8 +125,6 @@ def test_a_run_that_went_back_again_is_read_from_where_it_went_back(tmp_path, be
 
 @pytest.mark.parametrize(("begin", "stage"), [(0, "start"), (2, "resume")])
 def test_what_is_not_finite_in_the_state_of_both_runs_is_found_there(tmp_path, begin, stage):
-    """The first finding was a moment after the first step, though the checkpoint of both had the NaN."""
-
     class Broken(Run):
         def restored(self, state):
             return state | {f"adam_v.{EMBEDDING}": np.full((8, 6), np.inf, np.float32)}

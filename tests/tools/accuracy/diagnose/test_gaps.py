@@ -25,7 +25,6 @@ METRICS, STATES = "metrics/rank_{}.jsonl", "metrics/state_rank_{}.jsonl"
 
 
 def edited(folder, name, edit, rank=0):
-    """The folder, with the lines of one of its files edited."""
     file = folder / name.format(rank)
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))
     return folder
@@ -59,7 +58,6 @@ def resumed(lines):
 
 
 def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
-    """Steps 1 of both kinds were compared."""
     a, b = (Run(tmp_path / name, steps=4).write() for name in "ab")
     side = read_side(edited(b, METRICS, resumed))
     assert sorted(side.steps) == [2, 3] and sorted(side.states) == [2, 3, 4]
@@ -69,7 +67,6 @@ def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_rank_without_a_step_of_the_newest_batch_is_not_compared_by_older_steps(tmp_path, ahead):
-    """Steps 2 of 8 and of 16 tokens were taken for one step, of which some samples differed."""
     folder = edited(Run(tmp_path / "run", steps=4, ranks=2).write(), METRICS, resumed, ahead)
     with pytest.raises(DataError, match=f"rank {1 - ahead} of 2 has not recorded a step since a resume changed the"):
         read_side(folder)
@@ -155,8 +152,6 @@ def test_what_a_resumed_run_had_recorded_before_it_went_back_is_not_its_own(tmp_
 
 
 def changed(place, change):
-    """An edit of one line, as JSON."""
-
     def edit(lines):
         record = json.loads(lines[place])
         change(record)
@@ -338,16 +333,12 @@ def verdict_on(folder, fault, single=True, **more):
 
 
 class Spoilt(Run):
-    """A weight is NaN after the last step."""
-
     def record(self, rank, step, before, after, *more):
         spoilt = {DENSE: after[DENSE] * np.float32(np.nan)} if step == 3 else {}
         super().record(rank, step, before, after | spoilt, *more)
 
 
 class NotANumber(Run):
-    """In a `NotANumber` run one element of a gradient is NaN in the last step."""
-
     def gradient(self, step, name):
         made = super().gradient(step, name)
         if step == 3 and name == DENSE:
@@ -356,8 +347,6 @@ class NotANumber(Run):
 
 
 class Lost(Run):
-    """The last step's loss is NaN, and nothing else."""
-
     def loss(self, step):
         return float("nan") if step == 3 else super().loss(step)
 
@@ -405,8 +394,6 @@ def test_a_global_norm_that_is_not_a_number_is_a_finding_of_a_run_that_records_o
 
 
 class Skipped(Run):
-    """A run whose loss scale skips steps."""
-
     skipped = (2,)
     flag = {"skipped": True}  # which earlier versions did not record
 

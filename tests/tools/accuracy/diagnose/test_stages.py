@@ -362,8 +362,6 @@ def test_the_page_of_the_zoo_is_made_of_its_results():
 
 
 def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_path, ids, monkeypatch):
-    """Its run is removed only after the verdict; before, nothing was left to compare with NumPy."""
-
     def train(recipe, run_dir, steps):
         aligned(run_dir, Scaled, ids)
         return run_dir
@@ -377,7 +375,6 @@ def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_p
 
 
 def test_a_recipe_and_its_data_are_relative_to_the_folder_of_the_caller(tmp_path, monkeypatch):
-    """It was looked for in the checkout."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     dump_recipe(TINY, "my.yaml")

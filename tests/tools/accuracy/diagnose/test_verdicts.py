@@ -34,7 +34,6 @@ def metric(name, value, steps=(3,), stateless=False):
 
 
 def sides(folder, fault, **more):
-    """Return a faultless run and one with a fault, as records."""
     return read_side(Run(folder / "a").write()), read_side(fault(folder / "b", **more).write())
 
 
@@ -91,8 +90,6 @@ def test_a_sample_that_comes_twice_is_a_difference(tmp_path):
 
 
 class Still(Run):
-    """A `Still` run never moves one weight."""
-
     weight, factor = NORM, 1.0
 
     def rate(self, step):
@@ -132,7 +129,6 @@ def test_states_of_only_one_run_are_not_called_equal(tmp_path):
 
 
 def test_many_steps_of_only_one_run_are_counted(tmp_path):
-    """Each of 9,000 steps was named where one run prints every step and the other every 10th."""
     a, b = sides(tmp_path, Run)
     a.steps, b.steps = (dict.fromkeys(range(every, 10001, every), a.steps[1]) for every in (1, 10))
     diagnose(a, b)

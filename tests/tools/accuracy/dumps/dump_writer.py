@@ -81,7 +81,6 @@ def write_kernels(folder, values):
 
 
 def weights(seed=0):
-    """The weights of the little model."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(0, 0.1, (H, H)).astype(np.float32) for name in ("a", "b")}
 

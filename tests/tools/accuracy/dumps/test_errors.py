@@ -49,7 +49,6 @@ def pairs(draw):
 
 
 def test_differences_of_float16_are_not_rounded_to_float16(folder):
-    """Large ones were, so that an error was up to 1/4096 of itself off."""
     want = np.array([1.0, -1.0, 1.001953125], np.float16)
     got = np.array([-3.001953125, 2.0, 0.0], np.float16)
     found = measure(*files(folder, want, got), 0.0, SMALLEST["float16"])
@@ -90,7 +89,6 @@ FILLS = [-1e30, float(np.finfo(np.float32).min), -1e9, -1e4, 1e30]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("added", [False, True])
 def test_fills_of_a_mask_hide_no_error_of_the_other_values(folder, monkeypatch, fill, dtype, added):
-    """An error of 1 in scores of size 1 passed, because the root mean square was that of the mask."""
     monkeypatch.setattr(read, "CHUNK", 100)
     rng = np.random.default_rng(0)
     scores, mask = rng.normal(size=(40, 40)).astype(np.float32), np.triu(np.ones((40, 40), bool), 1)
@@ -151,7 +149,6 @@ def test_large_positive_values_of_no_mask_are_judged_by_all_statistics():
 
 
 def test_many_chunks(folder, monkeypatch):
-    """The worst value is found in whatever chunk it is, and the scale is that of the whole tensor."""
     monkeypatch.setattr(read, "CHUNK", 100)
     rng = np.random.default_rng(0)
     want = rng.normal(size=1050).astype(np.float32)
@@ -339,7 +336,6 @@ def test_the_files_are_read_once_unless_there_may_be_a_factor(folder, monkeypatc
 
 
 def layer(path, kind, given, out):
-    """Return one call of a cell as a dump holds it."""
     return {f"Cell.layers.0.{path}.{kind}.forward.0": {"input_args": [given], "output": [out], "parameters": {}}}
 
 
@@ -441,7 +437,6 @@ def test_a_cell_takes_the_largest_count_inside():
 
 
 def test_a_gradient_sums_the_rows_of_all_calls_of_its_cell():
-    """An expert whose first call has no token was held to equal bits."""
     calls = [entry(f"Cell.expert.Dense.forward.{n}", [(rows, 8)], [(rows, 4)]) for n, rows in enumerate((0, 48, 16))]
     gradient = Entry(parse("Cell.expert.Dense.parameters_grad.0"), (Item("weight.0", "gradient", "float32"),))
     assert Counter(calls).of(gradient, gradient.items[0]) == 64
@@ -467,7 +462,6 @@ def test_a_gradient_sums_the_rows_of_all_calls_of_its_cell():
     ],
 )
 def test_a_product_sums_the_axis_that_its_factors_share(function, inputs, output, count):
-    """Whatever its batches are, and whatever is added to it."""
     call = entry(f"Functional.{function}.0.forward", inputs, [output])
     assert Counter([call]).of(call, call.items[-1]) == count
 
@@ -481,7 +475,6 @@ def test_functions_are_counted_call_by_call():
 
 @pytest.mark.parametrize(("factor", "kind"), [(1 + 2**-22, ""), (1.5, "value")])
 def test_a_rounding_of_the_largest_of_masked_scores_is_no_infinity(factor, kind):
-    """One rounding in the maximum was an infinity, although the mask was the same."""
     head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
     sides = [
         Item("output.0", "output", "float32", (8,), (largest, -math.inf, -math.inf, math.inf))

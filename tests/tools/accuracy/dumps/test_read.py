@@ -30,8 +30,6 @@ def cut_json(folder):
 
 
 def node(change):
-    """Spoil one tensor's node of dump.json."""
-
     def spoil(folder):
         file = folder / "step0" / "rank0" / "dump.json"
         content = json.loads(file.read_text())
@@ -42,8 +40,6 @@ def node(change):
 
 
 def replaced(name, text):
-    """Spoil one file."""
-
     def spoil(folder):
         next(folder.rglob(name)).write_text(text, encoding="latin-1")
 

@@ -36,7 +36,6 @@ def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
 
 
 def test_two_dumps_do_not_share_a_new_folder(tmp_path):
-    """Both had found it empty before their recipes were checked, and wrote into each other's dump."""
     write.claim(tmp_path)
     with pytest.raises(DataError, match="another dump is being written into this folder"):
         write.claim(tmp_path)
@@ -123,7 +122,6 @@ def test_kernels(tmp_path):
 
 @pytest.mark.parametrize("text", ["a,b,c\n", "\0" * 500, "\0" * 200_000])
 def test_a_damaged_list_of_names_is_refused(tmp_path, text):
-    """csv's own error is no ValueError: a long line ended in a traceback."""
     keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
     dump = write_kernels(tmp_path / "a", dict.fromkeys(keys, np.ones((2, 3), np.float32)))
     next((tmp_path / "a").rglob("mapping.csv")).write_text(text)

@@ -222,7 +222,6 @@ def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
 
 
 def given_to(folder, ranks):
-    """Write that each step's samples `ranks[rank]` were given to a rank."""
     for rank, samples in enumerate(ranks):
         lines = [json.dumps({"step": step, "samples": {"input_ids": samples}}) for step in range(1, STEPS + 1)]
         (folder / f"metrics/rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")
@@ -235,7 +234,6 @@ def test_samples_are_those_of_all_ranks_whatever_their_order_and_copies(tmp_path
 
 
 def test_a_rank_that_did_not_record_its_samples_is_refused(tmp_path):
-    """The samples were left out of the comparison, and the row said `pass`."""
     folder = write(tmp_path / "run", WORKERS)
     assert executed.read_executed(folder, RECIPE).samples == [["1"], ["2"], ["3"]]
     with pytest.raises(DataError, match=r"rank_2.jsonl: the file is missing"):

@@ -40,7 +40,6 @@ def test_golden_numbers_are_kept_and_checked(one, tmp_path):
 
 
 def test_two_updates_at_once_keep_the_numbers_of_both(one, tmp_path, monkeypatch):
-    """Both read the old file, and the one that wrote last removed the numbers of the other."""
     file, numbers, threads = golden_gate.golden_file(tmp_path, MINI), golden_gate.numbers_of(one), []
 
     def second(path, text):
@@ -57,7 +56,6 @@ def test_two_updates_at_once_keep_the_numbers_of_both(one, tmp_path, monkeypatch
 
 
 def test_a_golden_file_is_that_of_one_recipe(one, tmp_path):
-    """Only by folder and name anybody's mini/pretrain.yaml was held to this repository's numbers."""
     theirs = tmp_path / "mini" / "pretrain.yaml"
     folder = tmp_path / "golden"
     ours = golden_gate.golden_file(golden_gate.GOLDEN, MINI)
@@ -117,7 +115,6 @@ def test_another_number_of_steps_is_told(one, tmp_path):
 
 
 def text_of(change):
-    """Return the text of a golden file with one step, changed in place."""
     step = {"tokens": 64, "loss": 3.0, "norms": {"head": 1.0}}
     run = {"samples": "0", "steps": [step]}
     change(run, step)
@@ -138,7 +135,6 @@ def text_of(change):
     ],
 )
 def test_a_broken_golden_file_is_refused(tmp_path, text):
-    """A number as text, or a key that a step lacks, ended in a traceback after the trainings."""
     file = tmp_path / "x.json"
     file.write_text(text_of(lambda run, step: None))
     assert golden_gate.read_golden(file)

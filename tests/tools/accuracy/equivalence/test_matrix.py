@@ -139,7 +139,6 @@ def test_golden_numbers_are_renewed_and_then_hold(trained, tmp_path):
 
 
 def test_a_run_without_golden_numbers_is_told_and_fails_nothing(trained, tmp_path):
-    """`accuracy equivalence tests/training/tiny.yaml` ended with exit code 1 beside "1 pass, 0 fail"."""
     folders = ("--golden", tmp_path / "golden", "--work", tmp_path / "work")
     only = ("--only", "data_parallel_2", "--steps", 2)
     assert invoke(MINI, *only, *folders, "--update").exit_code == 0
@@ -194,7 +193,6 @@ def test_the_baseline_alone_is_checked_against_its_golden_numbers(trained, tmp_p
 
 
 def test_a_second_command_in_the_folder_of_the_runs_is_refused(trained, tmp_path):
-    """Both trained `baseline` in the same folder, and one of them failed."""
     with only_process_in(tmp_path / "work", "tc3 accuracy equivalence", "--work"):
         second = invoke(MINI, "--only", "baseline", "--work", tmp_path / "work")
     assert isinstance(second.exception, DataError) and trained == []

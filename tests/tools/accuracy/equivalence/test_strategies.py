@@ -355,10 +355,6 @@ def test_a_layout_that_failed_is_drawn_again_by_itself(base):
 
 
 def test_each_verdict_is_told_before_the_next_run_starts(monkeypatch, tmp_path):
-    """Each verdict is printed before the next run starts, so that a user who interrupts a long command keeps what was
-    found.
-    """
-
     def compare(runs, name, sharding):
         runs.started(name)
         if name == "draw_5_2":

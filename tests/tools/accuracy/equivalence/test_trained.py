@@ -92,7 +92,6 @@ def test_what_is_wrong_on_both_sides_is_found(tmp_path, spoil, tensor):
 
 
 def test_another_number_of_steps_is_a_difference(one, tmp_path):
-    """It ended in a traceback."""
     comparison = compare_trained(record(tmp_path / "three", steps=3), one)
     assert [(each.tensor, each.detail) for each in comparison.findings] == [
         ("steps", "the number of steps is 3, but must be 2")
@@ -158,14 +157,12 @@ def test_leeway_is_none_without_a_gradient_and_shrinks_with_it():
 
 @pytest.mark.parametrize("name", [WEIGHTS[0], f"adam_m.{WEIGHTS[0]}", f"load.{ROUTER}", f"least.{WEIGHTS[0]}"])
 def test_a_tensor_that_a_run_did_not_record_is_a_difference(one, tmp_path, name):
-    """The comparison ended in a KeyError, or passed."""
     found = compare_trained(record(tmp_path, change=lambda rank, arrays, *_: arrays.pop(name)), one)
     assert [(each.tensor, each.detail) for each in found.findings] == [(name, "the run did not record it")]
 
 
 @pytest.mark.parametrize("rate", [0.1 * (1 + 2**-8), 0.0, float("nan"), None])
 def test_another_learning_rate_is_a_difference(one, tmp_path, rate):
-    """Only what it did to the weights was compared, by the tolerance of their gradients."""
     found = compare_trained(record(tmp_path, change=lambda _, *more: more[-1][1].update(learning_rate=rate)), one)
     assert [(each.step, each.phase, each.tensor) for each in found.findings] == [(2, "optimizer", "learning rate")]
 

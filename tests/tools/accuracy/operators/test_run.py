@@ -82,7 +82,6 @@ def test_a_missing_kernel_is_said_in_mindspores_words(device, name, dtype, words
 
 @pytest.mark.parametrize("answers", ["!", "!!", ".!", ".!!", "!.!"])  # of the operators that come after a failed one
 def test_a_complaint_that_comes_late_is_waited_for(device, monkeypatch, answers):
-    """A busy machine gave the complaint to the next operator; here a queue that is known stands for MindSpore."""
     left = list(answers)
 
     class Late:

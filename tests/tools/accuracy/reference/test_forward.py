@@ -80,7 +80,6 @@ def test_yarn_is_said_by_two_lengths():
 
 
 def test_what_a_recipe_leaves_out_has_mindformers_defaults():
-    """Each of these keys ended in a traceback."""
     recipe = load_recipe(MINI)
     del recipe["callbacks"], recipe["optimizer"]["betas"]
     plain = on_one_worker(recipe, 2)
@@ -92,7 +91,6 @@ def test_what_a_recipe_leaves_out_has_mindformers_defaults():
 
 @pytest.mark.parametrize("experts", [1, 2])
 def test_where_every_expert_is_chosen_there_is_no_tie(experts):
-    """Equal scores of two chosen experts excused a wrong output; a model of one expert ended in a traceback."""
     model = sizes(n_routed_experts=experts, num_experts_per_tok=experts)
     weights = initial_weights(model, 0)
     gates = [name for name in weights if name.endswith((".gate.weight", "e_score_correction_bias"))]
