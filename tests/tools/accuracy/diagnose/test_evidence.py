@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError
 from plugins.step_record.plan import record_file
-from tests.tools.accuracy.diagnose.simulated import Run
+from tests.tools.accuracy.diagnose.simulated import Run, but
 from tools.accuracy.cli import accuracy
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
@@ -30,11 +30,7 @@ def test_two_equal_runs(tmp_path):
 
 
 def test_a_difference_has_its_place_and_its_usual_cause(tmp_path):
-    class Other(Run):
-        def decay(self, name):
-            return 0.1
-
-    a, b = Run(tmp_path / "a").write(), Other(tmp_path / "b").write()
+    a, b = Run(tmp_path / "a").write(), but(decay=lambda *_: 0.1)(tmp_path / "b").write()
     code, text = said(a, b)
     assert code == 1 and "-> step 2, update, layers.0.norms" in text and "usually: the optimizer" in text
     code, text = said(a, b, "--json")
@@ -125,14 +121,11 @@ def test_a_run_that_went_back_again_is_read_from_where_it_went_back(tmp_path, be
 
 @pytest.mark.parametrize(("begin", "stage"), [(0, "start"), (2, "resume")])
 def test_what_is_not_finite_in_the_state_of_both_runs_is_found_there(tmp_path, begin, stage):
-    class Broken(Run):
-        def restored(self, state):
-            return state | {f"adam_v.{EMBEDDING}": np.full((8, 6), np.inf, np.float32)}
-
-        def start(self):
-            return super().start() if begin else {**super().start(), EMBEDDING: np.full((8, 6), np.nan, np.float32)}
-
-    sides = [read_side(Broken(tmp_path / name, resumed_from=begin).write()) for name in "ab"]
+    broken = but(
+        restored=lambda state, _: state | {f"adam_v.{EMBEDDING}": np.full((8, 6), np.inf, np.float32)},
+        start=lambda made: made if begin else {**made, EMBEDDING: np.full((8, 6), np.nan, np.float32)},
+    )
+    sides = [read_side(broken(tmp_path / name, resumed_from=begin).write()) for name in "ab"]
     (first, *_) = diagnose(*sides).first
     assert (first.step, first.stage, first.module) == (begin, stage, "embedding")
     assert first.detail.endswith("is not finite when the training begins")

@@ -12,7 +12,7 @@ import pytest
 from plugins.errors import DataError
 from plugins.step_record.plan import Adam, record_file, without_update
 from tests.corrupted import WRONG, corrupted, kind_of, places, without
-from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run, but
 from tools.accuracy.diagnose import evidence
 from tools.accuracy.diagnose.cli import _as_json
 from tools.accuracy.diagnose.differences import diagnose
@@ -135,11 +135,8 @@ def test_steps_that_are_not_printed_are_no_gap_and_have_no_gradients_to_compare(
 def test_what_a_resumed_run_had_recorded_before_it_went_back_is_not_its_own(tmp_path):
     """It is resumed from step 1 with another rate, and records only one step of that part."""
 
-    class Faster(Run):
-        def rate(self, step):
-            return 2 * super().rate(step)
-
-    folder, later = Run(tmp_path / "run").write(), Faster(tmp_path / "later", resumed_from=1).write()
+    faster = but(rate=lambda rate, _: 2 * rate)
+    folder, later = Run(tmp_path / "run").write(), faster(tmp_path / "later", resumed_from=1).write()
     edited(later, STATES, first(2))
     for file in (folder / "metrics").iterdir():
         with file.open("a") as whole:
@@ -346,9 +343,7 @@ class NotANumber(Run):
         return made
 
 
-class Lost(Run):
-    def loss(self, step):
-        return float("nan") if step == 3 else super().loss(step)
+Lost = but(loss=lambda loss, step: float("nan") if step == 3 else loss)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -469,11 +464,8 @@ def test_weights_with_other_names_are_compared_in_another_layout_too(tmp_path, m
             spoilt = before | {f"adam_v.{name}": before[f"adam_v.{name}"] * np.float32(2)} if step == 3 else before
             return super().step(step, spoilt, recorded)
 
-    class Drawn(Run):
-        def start(self):
-            return super().start() | {name: super().start()[name] * np.float32(1.5)}
-
-    for fault, step, stage in ((Moment, 3, "update"), (Drawn, 0, "start")):
+    drawn = but(start=lambda made: made | {name: made[name] * np.float32(1.5)})
+    for fault, step, stage in ((Moment, 3, "update"), (drawn, 0, "start")):
         verdict = verdict_on(tmp_path / stage, fault, single=False, ranks=2)
         found = verdict.first[0]
         assert not verdict.bits and (found.step, found.stage, found.module) == (step, stage, module)

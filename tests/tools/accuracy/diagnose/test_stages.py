@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.step_record.plan import END, START, apart, record_file, sketch_of
-from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run, but
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.cli import accuracy
@@ -59,11 +59,6 @@ class Started(Recorded):
             line["state"][DENSE][0] = "0" * 16
 
 
-class Sampled(Recorded):
-    def batch(self, step):
-        return [each[::-1] for each in super().batch(step)] if step == 2 else super().batch(step)
-
-
 class Attended(Recorded):
     """A later step's attention differs by half a percent, which the loss of that step does not show."""
 
@@ -73,30 +68,12 @@ class Attended(Recorded):
             line["modules"]["layers.0.attention"] = sketch_of(output * 1.005)
 
 
-class Lost(Recorded):
-    def loss(self, step):
-        return super().loss(step) + (1e-3 if step == 3 else 0)
-
-
-class Steep(Recorded):
-    def gradient(self, step, name):
-        return super().gradient(step, name) * np.float32(2 if (step, name) == (2, DENSE) else 1)
-
-
-class Normed(Recorded):
-    def norm(self, gradients):
-        return 1.5 * super().norm(gradients)
-
-
-class Decayed(Recorded):
-    def decay(self, name):
-        return 0.1
-
-
-class Routed(Recorded):
-    def move(self, load):
-        return -super().move(load)
-
+Sampled = but(Recorded, batch=lambda made, step: [each[:: -1 if step == 2 else 1] for each in made])
+Lost = but(Recorded, loss=lambda loss, step: loss + 1e-3 * (step == 3))
+Steep = but(Recorded, gradient=lambda made, *given: made * np.float32(2 if given == (2, DENSE) else 1))
+Normed = but(Recorded, norm=lambda norm, _: 1.5 * norm)
+Decayed = but(Recorded, decay=lambda *_: 0.1)
+Routed = but(Recorded, move=lambda move, _: -move)
 
 # stage -> (fault, whether both runs go on from step 2, step and module that are named, stages in which it also shows)
 FAULTS = {
@@ -133,18 +110,9 @@ def test_a_loss_alone_names_no_module(tmp_path):
 
 
 def test_another_version_is_told_and_excuses_rounding_only(tmp_path):
-    class Newer(Recorded):
-        def software(self):
-            return {**super().software(), "mindspore": "2.10.0"}
-
-        def loss(self, step):
-            return super().loss(step) + 1e-7
-
-    class Wrong(Newer):
-        def loss(self, step):
-            return super().loss(step) + 1e-3
-
-    a, b, c = (kind(tmp_path / kind.__name__).write() for kind in (Recorded, Newer, Wrong))
+    newer = but(Recorded, software=lambda made: {**made, "mindspore": "2.10.0"}, loss=lambda loss, _: loss + 1e-7)
+    wrong = but(newer, loss=lambda loss, _: loss + 1e-3)
+    a, b, c = (kind(tmp_path / name).write() for name, kind in (("a", Recorded), ("b", newer), ("c", wrong)))
     verdict = diagnose(read_side(a), read_side(b))
     assert verdict.software == (("mindspore", "2.9.0", "2.10.0"),) and not verdict.findings
     assert diagnose(read_side(a), read_side(c)).first[0].stage == "forward"
@@ -325,11 +293,7 @@ def test_adapters_belong_to_the_forward_pass_and_leave_the_biases(tmp_path, ids,
             whole[f"{layer}.weight"] = whole[f"{layer}.weight"] + 4 * b @ a
             super().__init__(sizes, to_hugging_face(whole, sizes))
 
-    class Frozen(Run):
-        def move(self, load):
-            return 0 * load
-
-    side = aligned(tmp_path / "run", Adapted, ids, keys, kind=Frozen)
+    side = aligned(tmp_path / "run", Adapted, ids, keys, kind=but(move=lambda move, _: 0 * move))
     with np.load(side.folder / START) as stored:
         adapters = {f"weight/{layer}.lora_A.weight": a, f"weight/{layer}.lora_B.weight": b}
         kept = {**stored, **adapters}

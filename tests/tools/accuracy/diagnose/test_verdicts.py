@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.tools.accuracy.diagnose.simulated import SHAPES, Run
+from tests.tools.accuracy.diagnose.simulated import SHAPES, Run, but
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 
@@ -46,11 +46,8 @@ def test_a_wrong_loss_of_right_parts_is_a_difference(tmp_path, value, ranks):
 
 
 def test_a_loss_that_differs_with_its_part_is_told_once(tmp_path):
-    class Wrong(Run):
-        def loss(self, step):
-            return super().loss(step) + (0.5 if step == 3 else 0.0)
-
-    assert [each.detail.split()[0] for each in diagnose(*sides(tmp_path, Wrong)).findings] == ["lm_loss"]
+    wrong = but(loss=lambda loss, step: loss + 0.5 * (step == 3))
+    assert [each.detail.split()[0] for each in diagnose(*sides(tmp_path, wrong)).findings] == ["lm_loss"]
 
 
 @pytest.mark.parametrize("stateless", [True, False])
@@ -81,12 +78,8 @@ def test_a_number_that_no_step_has_is_a_gap(tmp_path, name, ranks):
 
 
 def test_a_sample_that_comes_twice_is_a_difference(tmp_path):
-    class Twice(Run):
-        def batch(self, step):
-            ids, mask = super().batch(step)
-            return np.concatenate([ids, ids[:1]]), np.concatenate([mask, mask[:1]])
-
-    assert diagnose(*sides(tmp_path, Twice)).word == "differs: samples, step 1"
+    twice = but(batch=lambda made, _: tuple(np.concatenate([each, each[:1]]) for each in made))
+    assert diagnose(*sides(tmp_path, twice)).word == "differs: samples, step 1"
 
 
 class Still(Run):
