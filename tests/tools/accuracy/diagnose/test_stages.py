@@ -163,14 +163,8 @@ def test_a_right_forward_pass_has_no_finding(tmp_path, ids):
     assert len(outputs_of(side)[1]) > 20
 
 
-class Scaled(Forward):
-    def scale(self):
-        return 1.2 * super().scale()
-
-
-class Unscaled(Forward):
-    def route(self, layer, x):
-        return super().route(layer, x) / self.hf["routed_scaling_factor"]
+Scaled = but(Forward, scale=lambda scale: 1.2 * scale)
+Unscaled = but(Forward, route=lambda made, *_: made / reference_sizes(TINY).hf["routed_scaling_factor"])
 
 
 @pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.attention.context"), (Unscaled, "layers.1.router")])
@@ -267,11 +261,7 @@ def test_routers_without_biases_choose_as_with_biases_of_0(tmp_path, ids):
 
 
 def test_an_output_that_is_not_a_number_is_never_right(tmp_path, ids):
-    class Lost(Forward):
-        def dense(self, layer, x):
-            return super().dense(layer, x) * np.nan
-
-    side = aligned(tmp_path / "run", Lost, ids)
+    side = aligned(tmp_path / "run", but(Forward, dense=lambda made, *_: made * np.nan), ids)
     right = aligned(tmp_path / "right", Forward, ids)
     for verdict in (diagnose(side), diagnose(right, side)):
         assert (verdict.first[0].stage, verdict.first[0].module) == ("forward", "layers.0.mlp")

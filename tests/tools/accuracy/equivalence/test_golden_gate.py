@@ -6,14 +6,8 @@ import threading
 import pytest
 
 from plugins.errors import DataError
-from tests.tools.accuracy.equivalence.recorded import (
-    record,
-    spoil_backward,
-    spoil_data,
-    spoil_forward,
-    spoil_loss_slightly,
-    spoil_number,
-)
+from tests.tools.accuracy.equivalence import recorded
+from tests.tools.accuracy.equivalence.recorded import record
 from tests.training.runs import ROOT
 from tools.accuracy.equivalence import golden_gate
 
@@ -70,22 +64,22 @@ def test_a_golden_file_is_that_of_one_recipe(one, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "lines"),
     [
-        (spoil_loss_slightly, []),
+        (recorded.spoil_loss_slightly, []),
         (
-            spoil_forward,
+            recorded.spoil_forward,
             [
                 "step 1 loss: 3.01, golden 3 (off by 0.0033, allowed 0.0001)",
                 "step 2 loss: 2.01, golden 2 (off by 0.005, allowed 0.0001)",
             ],
         ),
         (
-            spoil_backward,
+            recorded.spoil_backward,
             [
                 f"step {step} gradient norm of layers.1.experts: {now}, golden {then} (off by 0.0005, allowed 0.0001)"
                 for step, now, then in ((1, "1.0005", "1"), (2, "1.41492", "1.414214"))
             ],
         ),
-        (spoil_data, ["samples "]),
+        (recorded.spoil_data, ["samples "]),
     ],
 )
 def test_what_moved_is_told(one, tmp_path, spoil, lines):
@@ -99,7 +93,7 @@ def test_what_moved_is_told(one, tmp_path, spoil, lines):
 @pytest.mark.parametrize("name", ["loss", "global_norm"])
 def test_a_number_that_is_not_finite_is_told_and_never_kept(one, tmp_path, name):
     golden = {"baseline": golden_gate.numbers_of(one)}
-    broken = {"baseline": golden_gate.numbers_of(record(tmp_path / "b", 1, spoil_number(name)))}
+    broken = {"baseline": golden_gate.numbers_of(record(tmp_path / "b", 1, recorded.spoil_number(name)))}
     for want, got in ((golden, broken), (broken, golden), (broken, broken)):
         (line,) = golden_gate.differences(want, got)
         assert line.startswith(f"baseline: step 2 {name}: ") and "nan" in line

@@ -37,6 +37,12 @@ DENSE = str(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml")
 VARIANTS = {case.name: case.variant for case in strategies.CASES if case.variant}
 
 
+def model_of(recipe):
+    """The sizes of a recipe's model, without its layout."""
+    layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")
+    return {key: value for key, value in recipe["model"]["model_config"].items() if key not in layout}
+
+
 @pytest.mark.parametrize("name", ["pretrain", "pretrain_tp2"])
 def test_a_recipe_need_not_write_what_mindformers_fills_in(tmp_path, name):
     """It takes its monitor of the losses, without which a run has no metrics, one sample, and a degree of one."""
@@ -113,12 +119,7 @@ def test_every_run_is_a_sound_recipe_with_the_same_data_and_weights(path, name, 
         assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == []
     for key in ("seed", "optimizer", "lr_schedule", "train_dataset", "runner_wrapper"):
         assert changed.get(key) == reference.get(key), key
-    same = {
-        key: value
-        for key, value in changed["model"]["model_config"].items()
-        if "npu_nums" not in key and key != "batch_size"
-    }
-    assert same.items() <= reference["model"]["model_config"].items()
+    assert model_of(changed).items() <= reference["model"]["model_config"].items()
 
 
 def test_the_corpus_is_the_same_each_time_and_long_enough(tmp_path):
@@ -146,12 +147,7 @@ def test_the_made_up_corpus_is_read_whole():
         assert "test_data_path" not in config
 
 
-SHARDED_RECIPES = [
-    str(ROOT / "recipes/mini/pretrain.yaml"),
-    str(ROOT / "recipes/mini/pretrain_pp2.yaml"),
-    str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
-    DENSE,
-]
+SHARDED_RECIPES = [MINI, str(ROOT / "recipes/mini/pretrain_pp2.yaml"), RECIPES[2], DENSE]
 SHARDINGS = {case.name: case.sharding for case in strategies.CASES if case.sharding}
 
 
@@ -174,10 +170,7 @@ def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, 
                 checked.add(each)
         for key in ("seed", "optimizer", "lr_schedule", "train_dataset", "runner_wrapper", "checkpoint"):
             assert changed.get(key) == alone.get(key), (name, key)
-        layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")
-        models = [recipe["model"]["model_config"] for recipe in (changed, alone)]
-        same, other = ({key: value for key, value in model.items() if key not in layout} for model in models)
-        assert same == other, name
+        assert model_of(changed) == model_of(alone), name
 
 
 def test_names_of_baselines_tell_models_apart():
@@ -293,10 +286,7 @@ def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(which, requ
         assert worker_count(changed) == each.workers and worker_count(alone) == 1
         dump_recipe(changed, tmp_path / "recipe.yaml")
         assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], case.what
-        models = [recipe["model"]["model_config"] for recipe in (changed, alone)]
-        layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")
-        same, other = ({key: value for key, value in model.items() if key not in layout} for model in models)
-        assert same == other, case.what
+        assert model_of(changed) == model_of(alone), case.what
         assert changed["train_dataset"] == alone["train_dataset"], case.what
 
 
