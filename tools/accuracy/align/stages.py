@@ -225,9 +225,7 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
     """Return |got - want| / |want| in the L2 norm: 0 if both are zero, inf for NaN or different shapes."""
-    if got.shape != want.shape:
-        return float("inf")
-    return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
+    return _share(_length(got, want), want)
 
 
 def _share(apart: float, want: np.ndarray) -> float:
@@ -280,7 +278,7 @@ def _between(
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
     """Return a comparison of each traced module in `order` that both trainings recorded."""
-    both = [name for name in order if name in ours and name in theirs]
+    both = (name for name in order if name in ours and name in theirs)
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 

@@ -398,7 +398,8 @@ class _Pair:
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
         clips = any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
-        if _finite(one) != _finite(two) and clips:
+        finite = {norm is not None and math.isfinite(norm) for norm in (one, two)}
+        if len(finite) > 1 and clips:
             return  # by how much one of them was scaled down is not known
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
@@ -445,10 +446,6 @@ class _Pair:
                 yield Finding(
                     step, ROUTERS, module_of(router), f"{router}: {moved:.2%} of the choices went elsewhere", moved
                 )
-
-
-def _finite(norm: float | None) -> bool:
-    return norm is not None and math.isfinite(norm)
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:

@@ -105,7 +105,8 @@ def _built_law(side: Side) -> Iterator[Finding]:
     """Yield findings unless the built model and optimizer have the settings of the recipe."""
     for name, wanted in built_of(side.recipe).items():
         found = side.effective.get(name, wanted)
-        if found != wanted and not (_number(found) and _number(wanted) and math.isclose(found, wanted, rel_tol=1e-6)):
+        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
+        if found != wanted and not (numbers and math.isclose(found, wanted, rel_tol=1e-6)):
             what = f"{name} was built as {found}; the recipe says {wanted}"
             yield Finding(0, CONFIGURATION, "configuration", what, math.inf, (), side.name)
 
@@ -393,7 +394,3 @@ def ratio_of(one: float, two: float) -> str:
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
     near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
     return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

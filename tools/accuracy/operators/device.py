@@ -44,7 +44,7 @@ class MindSporeDevice:
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
         """Return an operator's outputs (bfloat16 as float32); raise NotRunnableError without a kernel for this type."""
-        return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
+        return self._caught(lambda: as_tuple(spec.call(self._ms, *self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
@@ -105,14 +105,14 @@ class MindSporeDevice:
         ]
 
     def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
-        ms, call = self._ms, spec.call(self._ms)
+        ms = self._ms
         types = (ms.float32, ms.float16, ms.bfloat16)
 
         def floats(*chosen: Any) -> Any:
             arguments = list(tensors)
             for number, tensor in zip(spec.wrt, chosen, strict=True):
                 arguments[number] = tensor
-            outs = tuple(out for out in as_tuple(call(*arguments)) if out.dtype in types)
+            outs = tuple(out for out in as_tuple(spec.call(ms, *arguments)) if out.dtype in types)
             return outs if len(outs) > 1 else outs[0]
 
         chosen = [tensors[number] for number in spec.wrt]

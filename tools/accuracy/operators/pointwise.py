@@ -115,15 +115,11 @@ def swiglu_grad(x: Array, dout: Array) -> Array:
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 
 
-def _formula(ms):
+def _formula(ms, x):
     auto = ms.ops.auto_generate
-
-    def call(x):
-        half = x.shape[-1] // 2
-        gate, up = auto.SplitWithSize()(x, (half, half), -1)
-        return auto.Mul()(auto.SiLU()(gate), up)
-
-    return call
+    half = x.shape[-1] // 2
+    gate, up = auto.SplitWithSize()(x, (half, half), -1)
+    return auto.Mul()(auto.SiLU()(gate), up)
 
 
 SWIGLU = Spec(
@@ -174,39 +170,28 @@ def from_mindformers(module: str) -> ModuleType:
             del os.environ["LOG_MF_PATH"]
 
 
-def _adamw_call(ms):
+def _adamw_call(ms, weight, gradient, m, v):
     update = from_mindformers("core.optim.adamw")._update_run_op
-
-    def call(weight, gradient, m, v):
-        named = (("w", weight), ("m", m), ("v", v))
-        w, m, v = (ms.Parameter(tensor.copy(), name=name) for name, tensor in named)
-        settings = (ms.Tensor(value, ms.float32) for value in (BETA1, BETA2, EPS, STEP, RATE, DECAY))
-        update(*settings, w, gradient, m, v, True)
-        return w - weight, m.value(), v.value()
-
-    return call
+    named = (("w", weight), ("m", m), ("v", v))
+    w, m, v = (ms.Parameter(tensor.copy(), name=name) for name, tensor in named)
+    settings = (ms.Tensor(value, ms.float32) for value in (BETA1, BETA2, EPS, STEP, RATE, DECAY))
+    update(*settings, w, gradient, m, v, True)
+    return w - weight, m.value(), v.value()
 
 
-def _adamw_fused(ms):
-    def call(weight, gradient, m, v):
-        w, first, second = (ms.Parameter(tensor.copy()) for tensor in (weight, m, v))
-        steps = ms.Tensor([STEP], ms.float32)
-        outs = ms.ops.auto_generate.AdamW()(
-            w, first, second, second, gradient, steps, RATE, BETA1, BETA2, DECAY, EPS, False, False
-        )
-        return outs[0] - weight, outs[1], outs[2]
-
-    return call
+def _adamw_fused(ms, weight, gradient, m, v):
+    w, first, second = (ms.Parameter(tensor.copy()) for tensor in (weight, m, v))
+    steps = ms.Tensor([STEP], ms.float32)
+    outs = ms.ops.auto_generate.AdamW()(
+        w, first, second, second, gradient, steps, RATE, BETA1, BETA2, DECAY, EPS, False, False
+    )
+    return outs[0] - weight, outs[1], outs[2]
 
 
-def _clip_call(ms):
+def _clip_call(ms, *gradients):
     clip = from_mindformers("core.clip_grad").ClipGradNorm(MAX_NORM)
-
-    def call(*gradients):
-        clipped, norm = clip(gradients)
-        return *clipped, norm
-
-    return call
+    clipped, norm = clip(gradients)
+    return *clipped, norm
 
 
 def _states(rng, *shape):

@@ -46,16 +46,13 @@ def grouped_grad(rows, weight, ends, dout):
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
 
 
-def _per_expert(ms):
-    def call(rows, weight, ends):
-        first, outs = 0, []
-        for expert, end in enumerate(ends.asnumpy().tolist()):
-            if end > first:
-                outs.append(ms.ops.matmul(rows[first:end], weight[expert]))
-            first = end
-        return ms.ops.concat(outs)
-
-    return call
+def _per_expert(ms, rows, weight, ends):
+    first, outs = 0, []
+    for expert, end in enumerate(ends.asnumpy().tolist()):
+        if end > first:
+            outs.append(ms.ops.matmul(rows[first:end], weight[expert]))
+        first = end
+    return ms.ops.concat(outs)
 
 
 BATCHED = Spec(
@@ -67,7 +64,7 @@ BATCHED = Spec(
 GROUPED = Spec(
     "grouped_matmul", "experts' FFN: GroupedMatmul(split_item=3, group_type=0), moe/ffn.py",
     ((96, 64, 48, 4), (64, 2500, 4, 3)), grouped, golden=grouped_golden, grad=grouped_grad, wrt=(0, 1),
-    call=lambda ms: lambda rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
+    call=lambda ms, rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
         [rows], [weight], None, None, None, None, None, ends
     ),
     counts=lambda rows, weight, ends: Counts(  # the last: the rows of the busiest expert
@@ -124,23 +121,17 @@ def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
     return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 
-def _rope_call(ms):
-    def call(x, freqs):
-        t = x.astype(ms.float32)
-        first, second = ms.ops.split(t, t.shape[-1] // 2, -1)
-        turned = ms.ops.concat((ms.ops.neg(second), first), -1)
-        return (t * ms.ops.cos(freqs) + turned * ms.ops.sin(freqs)).astype(x.dtype)
-
-    return call
+def _rope_call(ms, x, freqs):
+    t = x.astype(ms.float32)
+    first, second = ms.ops.split(t, t.shape[-1] // 2, -1)
+    turned = ms.ops.concat((ms.ops.neg(second), first), -1)
+    return (t * ms.ops.cos(freqs) + turned * ms.ops.sin(freqs)).astype(x.dtype)
 
 
-def _rope_fused(ms):
-    def call(x, freqs):
-        t = x.astype(ms.float32)
-        rotate = ms.ops.auto_generate.RotaryPositionEmbedding()
-        return rotate(t, ms.ops.cos(freqs), ms.ops.sin(freqs), 0).astype(x.dtype)
-
-    return call
+def _rope_fused(ms, x, freqs):
+    t = x.astype(ms.float32)
+    rotate = ms.ops.auto_generate.RotaryPositionEmbedding()
+    return rotate(t, ms.ops.cos(freqs), ms.ops.sin(freqs), 0).astype(x.dtype)
 
 
 def _probabilities(q, k):
@@ -162,25 +153,19 @@ def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Ar
     return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
 
 
-def _attention_call(ms):
-    def call(q, k, v):
-        scores = ms.ops.BatchMatMul(transpose_b=True)(q, k).astype(ms.float32) * (1 / math.sqrt(q.shape[-1]))
-        future = ms.Tensor(np.triu(np.ones(scores.shape[-2:], bool), 1))
-        p = ms.ops.softmax(ms.ops.masked_fill(scores, future, -1e4), -1)
-        return ms.ops.BatchMatMul()(p.astype(q.dtype), v)
-
-    return call
+def _attention_call(ms, q, k, v):
+    scores = ms.ops.BatchMatMul(transpose_b=True)(q, k).astype(ms.float32) * (1 / math.sqrt(q.shape[-1]))
+    future = ms.Tensor(np.triu(np.ones(scores.shape[-2:], bool), 1))
+    p = ms.ops.softmax(ms.ops.masked_fill(scores, future, -1e4), -1)
+    return ms.ops.BatchMatMul()(p.astype(q.dtype), v)
 
 
-def _flash_call(ms):
-    def call(q, k, v):
-        future = ms.Tensor(np.triu(np.ones((q.shape[2], k.shape[2]), np.uint8), 1))
-        flash = ms.ops.operations.nn_ops.FlashAttentionScore(
-            q.shape[1], scale_value=1 / math.sqrt(q.shape[-1]), input_layout="BNSD"
-        )
-        return flash(q, k, v, None, None, None, future)[3]
-
-    return call
+def _flash_call(ms, q, k, v):
+    future = ms.Tensor(np.triu(np.ones((q.shape[2], k.shape[2]), np.uint8), 1))
+    flash = ms.ops.operations.nn_ops.FlashAttentionScore(
+        q.shape[1], scale_value=1 / math.sqrt(q.shape[-1]), input_layout="BNSD"
+    )
+    return flash(q, k, v, None, None, None, future)[3]
 
 
 ROPE = Spec(
@@ -230,19 +215,14 @@ def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
 
 
 def _router_call(topk, **settings):
-    def make(ms):
-        chosen = kernel(topk, TOP_K, **settings)(ms)
+    def call(ms, logits, bias):
+        scores = ms.ops.sigmoid(logits)
+        _, index = kernel(topk, TOP_K, **settings)(ms, scores + bias)
+        gate = ms.ops.gather_d(scores, 1, index)
+        total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
+        return SCALING * (gate / (total + 1e-20)), index
 
-        def call(logits, bias):
-            scores = ms.ops.sigmoid(logits)
-            _, index = chosen(scores + bias)
-            gate = ms.ops.gather_d(scores, 1, index)
-            total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
-            return SCALING * (gate / (total + 1e-20)), index
-
-        return call
-
-    return make
+    return call
 
 
 def _logits(rng, tokens, experts):
@@ -290,12 +270,9 @@ def unpermute_grad(rows: Array, place: Array, probs: Array, dout: Array) -> tupl
     return grad, np.einsum("nkh,nh->nk", rows[place].reshape(*probs.shape, -1), dout)
 
 
-def _unpermute_call(ms):
-    def call(rows, place, probs):
-        copies = ms.ops.gather(rows, place, 0).reshape(*probs.shape, -1)
-        return ms.ops.ReduceSum()(copies * ms.ops.expand_dims(probs, -1), 1)
-
-    return call
+def _unpermute_call(ms, rows, place, probs):
+    copies = ms.ops.gather(rows, place, 0).reshape(*probs.shape, -1)
+    return ms.ops.ReduceSum()(copies * ms.ops.expand_dims(probs, -1), 1)
 
 
 ROUTER = Spec(

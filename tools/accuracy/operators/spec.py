@@ -83,8 +83,7 @@ class Spec:
     # (rng, *sizes) -> input arrays: float32 (rounded to the tested type later), integers or booleans
     make: Callable[..., tuple[Array, ...]]
     golden: Callable[..., Any]  # inputs -> output or tuple of outputs, in the float type of its inputs
-    # the module `mindspore` -> function of tensors that returns a tensor or a tuple
-    call: Callable[[Any], Callable[..., Any]]
+    call: Callable[..., Any]  # (the module `mindspore`, *tensors) -> a tensor or a tuple
     counts: Counter  # inputs -> accumulation counts
     # (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable
     grad: Callable[..., tuple[Array, ...]] | None = None
@@ -97,7 +96,7 @@ class Spec:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
 
-def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[..., Any]], **other: Any) -> Spec:
+def variant(spec: Spec, name: str, source: str, call: Callable[..., Any], **other: Any) -> Spec:
     """Return a test of another kernel or formula with the golden results of `spec`."""
     return replace(spec, name=name, source=source, call=call, **other)
 
@@ -112,21 +111,21 @@ def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]
     return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
 
 
-def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
+def kernel(name: str, *rest: Any, **settings: Any) -> Callable[..., Any]:
     """Return a function for `Spec.call` that makes the primitive `name` of `mindspore.ops.auto_generate`, or else of
     `mindspore.ops`, with `settings`, and calls it with the tensors and `rest`.
     """
 
-    def call(ms: Any) -> Callable[..., Any]:
-        primitive = (getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name))(**settings)
-        return lambda *tensors: primitive(*tensors, *rest)
+    def call(ms: Any, *tensors: Any) -> Any:
+        primitive = getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name)
+        return primitive(**settings)(*tensors, *rest)
 
     return call
 
 
-def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
+def function(name: str, *rest: Any, **settings: Any) -> Callable[..., Any]:
     """Return a function for `Spec.call` that calls `mindspore.ops.NAME` with the tensors, then `rest`."""
-    return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
+    return lambda ms, *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
