@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from launch.run import accuracy_dump, preflight
 from plugins.errors import DataError, RecipeError
-from tests.tools.accuracy.dumps.dump_writer import write_kernels
+from tests.tools.accuracy.dumps.dump_writer import KERNELS, write_kernels
 from tools.accuracy.cli import SCRIPT, accuracy
 from tools.accuracy.dumps import write
 from tools.accuracy.dumps.compare import compare_dumps
@@ -108,8 +108,7 @@ def test_statistics():
 
 
 def test_kernels(tmp_path):
-    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
-    values = {key: np.full((2, 3), number + 1, np.float32) for number, key in enumerate(keys)}
+    values = {key: np.full((2, 3), number + 1, np.float32) for number, key in enumerate(KERNELS)}
     golden = write_kernels(tmp_path / "a", values)
     bench = write_kernels(tmp_path / "b", {**values, ("MatMul", 40): values["MatMul", 40] * 2})
     assert compare_dumps(golden, golden).passed
@@ -122,18 +121,15 @@ def test_kernels(tmp_path):
 
 @pytest.mark.parametrize("text", ["a,b,c\n", "\0" * 500, "\0" * 200_000])
 def test_a_damaged_list_of_names_is_refused(tmp_path, text):
-    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
-    dump = write_kernels(tmp_path / "a", dict.fromkeys(keys, np.ones((2, 3), np.float32)))
+    dump = write_kernels(tmp_path / "a")
     next((tmp_path / "a").rglob("mapping.csv")).write_text(text)
     with pytest.raises(DataError, match=r"mapping\.csv: each line must hold two names"):
         dump.entries(0, 0)
 
 
 def test_an_optimizers_kernel_is_no_initial_weight(tmp_path):
-    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
-    values = dict.fromkeys(keys, np.ones((2, 3), np.float32))
-    golden = write_kernels(tmp_path / "a", values)
-    bench = write_kernels(tmp_path / "b", {**values, ("Sub", 60): np.zeros((2, 3), np.float32)})
+    golden = write_kernels(tmp_path / "a")
+    bench = write_kernels(tmp_path / "b", {("Sub", 60): np.zeros((2, 3), np.float32)})
     assert "the optimizer: weight decay" in compare_dumps(golden, bench).meaning()
 
 

@@ -23,14 +23,20 @@ MINI = str(ROOT / "recipes/mini/pretrain.yaml")
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def broken():
+    """The error of each run that fails."""
+    return {"recompute": runs.RunFailedError("no kernel")}
+
+
+@pytest.fixture
+def trained(monkeypatch, broken):
     """Runs that train nothing: the recipe's workers record what they always record."""
     seen = []
 
     def train(recipe, run_dir):
         seen.append(run_dir.name)
-        if "recompute" in run_dir.name:
-            raise runs.RunFailedError("no kernel")
+        if run_dir.name in broken:
+            raise broken[run_dir.name]
         return record(run_dir, worker_count(recipe), spoil_backward if "global" in run_dir.name else None)
 
     monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
@@ -55,18 +61,10 @@ def test_runs_are_compared_with_their_own_baselines(trained, tmp_path):
     assert "differences found" in page and "a line" in page and "rounding would hide" in page
 
 
-def test_a_baseline_that_fails_is_trained_once(monkeypatch, tmp_path):
-    seen = []
-
-    def train(recipe, run_dir):
-        seen.append(run_dir.name)
-        if run_dir.name == "baseline":
-            raise runs.RunFailedError("no kernel")
-        return record(run_dir, worker_count(recipe))
-
-    monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
+def test_a_baseline_that_fails_is_trained_once(trained, broken, tmp_path):
+    broken["baseline"] = broken.pop("recompute")
     matrix = equivalence(MINI, ("baseline", "data_parallel_2", "recompute", "attention_balance"), 2, tmp_path)
-    assert seen == ["baseline", "documents_apart", "attention_balance"]
+    assert trained == ["baseline", "documents_apart", "attention_balance"]
     assert [(row.case.name, row.status) for row in matrix.rows] == [
         ("baseline", FAIL), ("data_parallel_2", FAIL), ("recompute", FAIL), ("attention_balance", PASS)
     ]  # fmt: skip
@@ -75,18 +73,12 @@ def test_a_baseline_that_fails_is_trained_once(monkeypatch, tmp_path):
     assert done.exit_code == 1 and json.loads(done.stdout)["rows"][0]["status"] == FAIL
 
 
-def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
-    def train(recipe, run_dir):
-        if run_dir.name == "data_parallel_2":
-            raise DataError("rank 1 of 2 ranks did not record its results")
-        return record(run_dir, worker_count(recipe))
-
-    monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
+def test_a_run_without_its_record_is_one_failing_row(trained, broken, tmp_path):
+    del broken["recompute"]
+    broken["data_parallel_2"] = DataError("rank 1 of 2 ranks did not record its results")
     matrix = equivalence(MINI, ("data_parallel_2", "recompute"), 2, tmp_path)
     assert [row.status for row in matrix.rows] == [FAIL, PASS]
-    assert (
-        matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 ranks did not record its results"
-    )
+    assert matrix.rows[0].reason == f"the training of data_parallel_2 failed: {broken['data_parallel_2']}"
 
 
 @pytest.mark.parametrize(

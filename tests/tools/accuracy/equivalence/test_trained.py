@@ -10,9 +10,11 @@ import pytest
 
 from plugins.errors import DataError
 from tests.tools.accuracy.equivalence import recorded
-from tests.tools.accuracy.equivalence.recorded import EXPERTS, ROUTER, WEIGHTS, record, spoil_number, tie
+from tests.tools.accuracy.equivalence.recorded import EXPERTS, ROUTER, WEIGHTS, added, record, scaled, spoil_number, tie
 from tools.accuracy.equivalence import runs
 from tools.accuracy.equivalence.trained import compare_trained, leeway
+
+BIAS, ALL = f"bias.{ROUTER}", (0, 1, 2, 3)
 
 
 @pytest.fixture
@@ -35,17 +37,20 @@ def test_ranks_are_put_together(one, tmp_path):
     ("spoil", "expected"),
     [
         (recorded.spoil_data, (1, "forward", "data", "samples", (0, 1, 2, 3))),
-        (recorded.spoil_start, (1, "forward", "layers.1.experts", f"start of {EXPERTS}", (0, 1, 2, 3))),
+        (added(f"start.{EXPERTS}", (0, 0), 1e-7), (1, "forward", "layers.1.experts", f"start of {EXPERTS}", ALL)),
         (recorded.spoil_forward, (1, "forward", "loss", "loss", (0, 1, 2, 3))),
         (recorded.spoil_backward, (1, "backward", "layers.1.experts", "gradient norm", (0, 1, 2, 3))),
-        (recorded.spoil_moment, (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", (0, 1, 2, 3))),
-        (recorded.spoil_weight, (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", (0, 1, 2, 3))),
-        (recorded.spoil_copy, (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
-        (recorded.spoil_bias_copy, (2, "optimizer", "layers.1.router", f"bias.{ROUTER}", (1,))),
-        (recorded.spoil_bias_direction, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
-        (recorded.spoil_bias_rate, (1, "optimizer", "layers.1.router", "bias", (0, 1, 2, 3))),
+        (scaled(f"adam_m.{EXPERTS}", 1.001), (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", ALL)),
+        (added(EXPERTS, (0, 0), 0.1), (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", ALL)),
+        (added(WEIGHTS[0], (0, 0), 1e-6, [2]), (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
+        (added(BIAS, (-1, 3), 0.002, [1]), (2, "optimizer", "layers.1.router", BIAS, (1,))),
+        (scaled(BIAS, -1), (1, "optimizer", "layers.1.router", "moves of the bias", ALL)),
+        (scaled(BIAS, 2), (1, "optimizer", "layers.1.router", "bias", ALL)),
         (recorded.spoil_bias_by_own_load, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
-        (recorded.spoil_loads, (2, "optimizer", "layers.1.router", "loads of experts", (0, 1, 2, 3))),
+        (
+            added(f"load.{ROUTER}", (1, slice(6, None)), np.float32([-1 / 64, 1 / 64])),
+            (2, "optimizer", "layers.1.router", "loads of experts", ALL),
+        ),
         (spoil_number("loss"), (2, "optimizer", "loss", "loss", (0, 1, 2, 3))),
         (spoil_number("mtp_loss"), (2, "optimizer", "loss", "mtp_loss", (0, 1, 2, 3))),
         (spoil_number("global_norm"), (2, "optimizer", "gradients", "global norm", (0, 1, 2, 3))),
@@ -59,7 +64,7 @@ def test_the_first_difference_names_the_phase(one, tmp_path, spoil, expected):
 @pytest.mark.parametrize(
     ("spoil", "tensor"),
     [
-        (recorded.spoil_bias_direction, "moves of the bias"),
+        (scaled(BIAS, -1), "moves of the bias"),
         (recorded.spoil_clipping, "clipping"),
         (spoil_number("loss"), "loss"),
         (spoil_number("global_norm"), "global norm"),
