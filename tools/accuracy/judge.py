@@ -45,11 +45,6 @@ _LEAST = -1100  # the power of two that stands for zero; float64 has none below 
 LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
-def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
-    """Return the NumPy type in which golden results are computed for inputs of `dtype`."""
-    return np.float64 if dtype == "float32" and wide else np.float32
-
-
 def round_bfloat16(values: np.ndarray) -> np.ndarray:
     """Return float32 values rounded to the nearest bfloat16 (ties to even), stored as float32."""
     with np.errstate(all="ignore"):
@@ -69,7 +64,9 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
     """Return floats in the type in which golden results are computed; integers are unchanged."""
-    return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
+    if not np.issubdtype(values.dtype, np.floating):
+        return values
+    return values.astype(np.float64 if dtype == "float32" and wide else np.float32)
 
 
 @cache

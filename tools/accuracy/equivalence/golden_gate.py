@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,6 @@ def _content(file: Path) -> dict[str, Any]:
             f"{file}: this is not a file of golden numbers ({error!r}); remove it, and write a new one with --update"
         ) from None
     return content
-
-
-def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
-    """Return the names of the training runs for which a golden file has no numbers."""
-    return [name for name in runs if name not in golden]
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:

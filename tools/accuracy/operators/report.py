@@ -97,11 +97,6 @@ def status_of(rows: list[Row]) -> str:
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
 
 
-def used(rows: list[Row]) -> float:
-    """Return the largest error in forward and backward as a share of its tolerance."""
-    return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
-
-
 def cell_text(rows: list[Row]) -> str:
     """Return the text of one cell of the table in which rows are operators and columns are data types."""
     status = status_of(rows)
@@ -109,7 +104,8 @@ def cell_text(rows: list[Row]) -> str:
         return "-"
     if status == FAIL:
         return "FAIL special" if all(row.phase == "special" for row in rows if row.status == FAIL) else "FAIL"
-    text = f"{used(rows):.0%}" if any(row.tolerance for row in rows if row.phase != "special") else "exact"
+    used = [row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"]
+    text = f"{max(used):.0%}" if used else "exact"
     return f"{text}, forward only" if any(row.status == NOT_RUNNABLE for row in rows) else text
 
 
