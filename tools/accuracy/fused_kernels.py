@@ -1,12 +1,10 @@
-"""This module extracts from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
-would build, with large sizes replaced by small ones. The module computes each kernel from seeded inputs in NumPy in
-three ways (exact, unfused and fused), and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report.
+"""This module takes from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
+would build, makes their sizes small, computes each from seeded inputs in NumPy in three ways, and judges the results by
+Table 2 of the TeleChat3-MoE report.
 
-exact     every float in float64
-unfused   each operator's result is rounded to its type, as if it were written to memory
-fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
-
-An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums.
+exact: every float in float64. unfused: each operator's result is rounded to its type, as if it were written to memory.
+fused: 16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5). An
+operator outside of a fused kernel computes in float32 or wider, and so do its sums.
 """
 
 from __future__ import annotations

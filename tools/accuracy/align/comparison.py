@@ -1,8 +1,8 @@
-"""This module compares two recipes in the six stages of Figure 1 of the TeleChat3-MoE report (configuration, forward,
-backward, optimizer, training steps, more devices), and stops after the first stage that fails.
+"""This module compares two recipes in the six stages of Figure 1 of the TeleChat3-MoE report, up to the first that
+fails.
 
-On the last stage each recipe trains with its own workers: data-parallel ones on data-parallel CPU workers; if a recipe
-splits its model, both run as MindSpore's sharded graph, in which every layout starts from the same weights.
+On the last stage each recipe trains with its own workers; if one splits its model, both run as MindSpore's sharded
+graph, in which every layout starts from the same weights.
 """
 
 from __future__ import annotations

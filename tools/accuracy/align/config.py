@@ -1,5 +1,5 @@
-"""This module is the first stage of `tc3 accuracy align`: before any training runs, it compares two recipes key by key,
-and classifies the differences as section 3.2.1 of the TeleChat3-MoE report does.
+"""This module is stage 1 of `tc3 accuracy align`: it compares two recipes key by key before any training runs, and
+classifies the differences as section 3.2.1 of the TeleChat3-MoE report does.
 """
 
 from __future__ import annotations

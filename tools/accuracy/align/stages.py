@@ -1,10 +1,9 @@
-"""This module defines the comparisons in each stage of `tc3 accuracy align` (section 3.2.1 of the TeleChat3-MoE
-report); for a stage that failed, the functions `explain_*` find the first module, gradient or parameter group that
-differs. The module uses only NumPy.
+"""This module defines the comparisons of each stage of `tc3 accuracy align` (section 3.2.1 of the TeleChat3-MoE
+report), and finds the first module, gradient or parameter group that differs (`explain_*`), with NumPy only.
 
-Each stage has a fixed tolerance. If the distance between two runs of the reference whose initial weights differ in the
-last bit exceeds it, rounding explains a difference, and the row is `undecided`, which is neither passed nor failed; so
-is a row that a token explains which chose another expert. A value that is not finite fails.
+A difference over a stage's tolerance is `undecided`, which is neither passed nor failed, if two runs of the reference
+whose initial weights differ in the last bit are as far apart, or if a token that chose another expert explains it. A
+value that is not finite fails.
 """
 
 from __future__ import annotations

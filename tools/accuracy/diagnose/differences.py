@@ -1,14 +1,11 @@
-"""This module finds where two runs first differ, from the records that `evidence.read_side` has read. From the records
-of a single run, it finds the first law that the run breaks; a law is a relation that holds in every correct run
-(`laws`).
-
-The stages are compared in the order in which a difference arises (`STAGES`). `diagnose` makes all findings and sorts
-them by step and stage; the first stage with a difference above rounding is the verdict, and later differences are
-usually its consequences.
+"""This module finds where two runs first differ, or the first law that a single run breaks, from the records that
+`evidence.read_side` has read. `diagnose` sorts all findings by step and by the order in which differences arise
+(`STAGES`): the first stage with a difference above rounding is the verdict, and later ones are usually its
+consequences.
 
 Two runs of one layout, configuration and software must agree to the last bit: this holds on CPU, and on a device with
-deterministic operators. Other runs add up in another order, within `LOSS` for losses, `NORM` for norms, and `GROUP`
-for norms of weights and gradients.
+deterministic operators. Other runs add up in another order, within `LOSS`, `NORM` and `GROUP` (norms of weights and
+gradients).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, reads what the ranks recorded, and
-compares it with a training of the same graph in one process.
+"""This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, and compares what the ranks recorded
+with a training of the same graph in one process.
 
-Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. These limits are tighter than the limits for
-trained runs, because both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of
-trained runs; the state after the last step is judged by the row of Table 2 for the tokens of all steps, which the
-moments accumulate. Gradients, weights and moments are read as whole tensors from the checkpoints of all ranks.
+Both sides run the same graph from the same weights, so losses and global norms must agree more closely than those of
+trained runs. Gradients are judged by Table 2, and the state after the last step by its row for the tokens of all steps,
+which the moments accumulate. All are whole tensors, read from the checkpoints of all ranks.
 
 If the load of an expert is just its share, rounding decides whether its bias moves, by a whole step of the rate, and
-layouts round differently: a mean of 1/12 is not exact, and a token at a tie between two experts may choose either. Some
-tokens choose other experts with the bias of one layout than with the bias of the other. Such a turn of a bias is a
-known difference, and values that are computed with the bias are not judged. The loads themselves are not compared: a
+layouts round differently: a mean of 1/12 is not exact, and a token at a tie between two experts may choose either. Such
+a turn of a bias is a known difference, and what is computed with the bias is not judged. The loads are not compared: a
 wrongly counted load of one or two experts of each router would look the same.
 """
 

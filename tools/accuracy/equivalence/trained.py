@@ -1,12 +1,11 @@
 """This module compares two MindFormers trainings of one recipe, and lists the differences in the order in which they
-arise. Each difference (finding) has a step, a phase, a module, a tensor, ranks, and the usual cause (section 3.2.2 of
-the TeleChat3-MoE report).
+arise, each with its usual cause (section 3.2.2 of the TeleChat3-MoE report).
 
 After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
-ranks, and falls by this rate for an expert that got more. This holds exactly, with one exception: a token at a tie
-between two experts may choose the other expert, and so change the direction for an expert whose load is close to its
-share. Therefore the loads of the experts are recorded, too. The biases of two runs must be equal if the loads of both
-runs require the same direction, and each bias must have moved in the direction that its own loads require.
+ranks, and falls by it for one that got more. A token at a tie between two experts may choose the other one, and so
+change the direction for an expert whose load is close to its share. Therefore the loads are recorded, too: the biases
+of two runs must be equal where the loads of both require the same direction, and each bias must have moved as its own
+loads require.
 """
 
 from __future__ import annotations

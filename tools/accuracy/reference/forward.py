@@ -1,8 +1,6 @@
 """This module computes a model's forward pass in NumPy and float64, as a slow reference for MindFormers and for Hugging
-Face. The outputs of the modules have the same names as in the records of the compared trainings.
-
-The forward pass has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3
-technical report, section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
+Face, without cache, fusion or batching of experts. Outputs have the same names as in the records of trainings. The
+equations are those of the DeepSeek-V3 technical report, section 2.1; YaRN is that of Peng et al., section 3.2.
 """
 
 from __future__ import annotations

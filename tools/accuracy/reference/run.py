@@ -1,10 +1,9 @@
-"""This module trains the reference model in a separate process: `python -m tools.accuracy.reference.run JOB.npz
-OUT.npz`. The process needs torch, transformers and NumPy.
+"""This module trains the reference model in a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>` of the MindFormers
-training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 if torch or
-transformers is missing.
+training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 without torch or
+transformers.
 """
 
 from __future__ import annotations
