@@ -8,7 +8,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,27 +101,17 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class RankCalls:
-    """A `RankCalls` compares the collectives of one rank's first step with those of `tc3 dryrun`."""
-
-    rank: int
-    calls: int  # the number of executed collectives
-    bytes: int  # the number of bytes of their tensors
-    by_name: dict[str, int]  # the number of executed collectives of each operator
-    differences: list[str]  # one line of text for each difference from the report of the dry run
-
-
-@dataclass(frozen=True)
 class Verdict:
     """A `Verdict` says whether all ranks executed the collectives of the dry run; `why` says why this is UNKNOWN."""
 
     word: str
     why: str = ""
-    ranks: list[RankCalls] = field(default_factory=list)
+    # for each rank: the numbers of executed collectives and of their bytes, by operator, and a line for each difference
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as values for JSON."""
-        return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
+        return {"verdict": self.word, "why": self.why, "ranks": self.ranks}
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
@@ -149,8 +139,9 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         found = compare_calls(result["graph"], calls)
         wrong = wrong_places(result["graph"], rank, places) + found.calls + found.order
         names = dict(sorted(Counter(call.op for call in calls).items()))
-        ranks.append(RankCalls(rank, len(calls), sum(call.bytes for call in calls), names, wrong))
-    return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
+        size = sum(call.bytes for call in calls)
+        ranks.append({"rank": rank, "calls": len(calls), "bytes": size, "by_name": names, "differences": wrong})
+    return Verdict(DIFFERS if any(rank["differences"] for rank in ranks) else EQUAL, "", ranks)
 
 
 def _not_comparable(view: View, executed: list[Executed]) -> str:

@@ -47,7 +47,9 @@ class State:
                 if list(shape) == list(whole):
                     offset = [0]  # not cut yet, or not at all
                 tensor = found.setdefault(name, Tensor(tuple(whole)))
-                tensor.add(rank, tuple(offset), digest, square, prod(shape))
+                part = tensor.parts.setdefault(tuple(offset), {})
+                tensor.elements += 0 if part else prod(shape)
+                part[rank] = digest, square
         return found
 
 
@@ -58,12 +60,6 @@ class Tensor:
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
     elements: int = 0  # of the distinct parts
-
-    def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
-        """Add the record of one rank about its part of this tensor."""
-        if offset not in self.parts:
-            self.elements += elements
-        self.parts.setdefault(offset, {})[rank] = digest, square
 
     @property
     def complete(self) -> bool:

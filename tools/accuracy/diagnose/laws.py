@@ -73,9 +73,8 @@ class Finding:
 def laws(side: Side) -> Iterator[Finding]:
     """Yield a finding for each law (relation that holds in every correct run) that the records of a run break."""
     for start in side.starts:
-        yield from _finite_law(side, start, RESUME if start.step else START)
-        if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
-            yield from _copies_law(side, start, RESUME if start.step else START)
+        known = bool(side.parts) or len(start.lines) == 1  # which tensors are copies, and which are parts
+        yield from _tensors_law(side, start, RESUME if start.step else START, known)
         if start.step in side.states:  # this run had been here itself before it was resumed
             yield from _restored(side, start)
     yield from _built_law(side)
@@ -84,21 +83,24 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _alike_law(side)
     starts = {start.step: start for start in side.starts}
     for step, state in sorted(side.states.items()):
-        yield from _copies_law(side, state, UPDATE)
+        yield from _tensors_law(side, state, UPDATE)
         yield from _gradients_law(side, step)
-        yield from _finite_law(side, state, UPDATE)
         yield from norm_law(side, step)
         yield from _update_law(side, state)
         yield from _router_law(side, state, side.states.get(step - 1) or starts.get(step - 1))
 
 
-def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
-    """Yield findings unless copies of a tensor are equal; `stage` is that of findings about weights."""
+def _tensors_law(side: Side, state: State, stage: str, copies: bool = True) -> Iterator[Finding]:
+    """Yield findings about tensors that are not finite or, if `copies` are known, whose copies differ; `stage` is that
+    of findings about weights.
+    """
+    when = "after the step" if stage == UPDATE else "when the training begins"
     for name, tensor in sorted(state.tensors(side.parts).items()):
-        if tensor.differing:
-            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
-            what = f"{name}: copies differ"
-            yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
+        at = state.step, ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage, module_of(name)
+        if copies and tensor.differing:
+            yield Finding(*at, f"{name}: copies differ", 1.0, tensor.differing, side.name)
+        if tensor.not_finite:
+            yield Finding(*at, f"{name} is not finite {when}", math.inf, tensor.not_finite, side.name)
 
 
 def _built_law(side: Side) -> Iterator[Finding]:
@@ -190,16 +192,6 @@ def _gradients_law(side: Side, step: int) -> Iterator[Finding]:
         if not math.isfinite(norm):
             what = f"the norm of the gradient of {name} is {norm}"
             yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
-
-
-def _finite_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
-    """Yield a finding for each tensor that has a NaN or an infinity; `stage` is that of weights."""
-    when = "after the step" if stage == UPDATE else "when the training begins"
-    for name, tensor in sorted(state.tensors(side.parts).items()):
-        if ranks := tensor.not_finite:
-            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
-            what = f"{name} is not finite {when}"
-            yield Finding(state.step, where, module_of(name), what, math.inf, ranks, side.name)
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:

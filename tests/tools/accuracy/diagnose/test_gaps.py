@@ -181,6 +181,21 @@ def test_what_only_some_steps_or_ranks_have(tmp_path, name, change, told):
         assert any(gap.startswith(str(b)) and told in gap for gap in verdict.gaps)
 
 
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """Write a run; return its folder and that of a copy, whose recipe is not read again."""
+
+    def copy(kind, **more):
+        whole = kind(tmp_path / "whole", **more).write()
+        recipe = evidence.load_recipe(whole / "recipe.yaml")
+        monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
+        run = shutil.copytree(whole, tmp_path / "run")
+        assert diagnose(read_side(whole), read_side(run)).word == "equal"
+        return whole, run
+
+    return copy
+
+
 OUTPUT = ["0" * 16, 1.0, [1.0, 2.0, 3.0, 4.0]]
 
 
@@ -206,13 +221,9 @@ class Whole(Run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics/rank_0.jsonl", "metrics/state_rank_0.jsonl"])
-def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
+def test_no_value_of_a_wrong_type_is_computed_with(copied, name):
     """Each key of each kind of line, with each wrong type; what a run may write as well is not called equal."""
-    whole = Whole(tmp_path / "whole", steps=1).write()
-    recipe = evidence.load_recipe(whole / "recipe.yaml")
-    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
-    run = shutil.copytree(whole, tmp_path / "run")
-    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+    whole, run = copied(Whole, steps=1)
     file, refused = run / name, 0
     lines = file.read_text().splitlines(keepends=True)
     for place, line in enumerate(lines):
@@ -266,12 +277,8 @@ UNREAD = {("software",), ("held_bytes",)}  # below them: what is not installed i
         (Whole, "metrics/state_rank_0.jsonl", 1),
     ],
 )
-def test_no_run_with_a_line_that_lacks_a_key_is_called_equal(tmp_path, monkeypatch, kind, name, steps):
-    whole = kind(tmp_path / "whole", steps=steps, ranks=2 if kind is Run else 1).write()
-    recipe = evidence.load_recipe(whole / "recipe.yaml")
-    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
-    run = shutil.copytree(whole, tmp_path / "run")
-    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+def test_no_run_with_a_line_that_lacks_a_key_is_called_equal(copied, kind, name, steps):
+    whole, run = copied(kind, steps=steps, ranks=2 if kind is Run else 1)
     file, told = run / name, 0
     lines = file.read_text().splitlines(keepends=True)
     for place, line in enumerate(lines):
