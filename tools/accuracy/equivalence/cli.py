@@ -160,7 +160,8 @@ def equivalence_command(
 
 def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
     """Return the path of a recipe's golden file, and another recipe to which it belongs, if any. Raise RecipeError if
-    --golden has no file for the recipe, or if it would be compared with, or overwrite, another's.
+    --golden has no file for the recipe, or if another recipe's would be compared with or overwritten, and DataError if
+    --update cannot write the file.
     """
     from tools.accuracy.equivalence import golden_gate
 

@@ -129,7 +129,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of MindSpore's error message that is no separator or heading."""
+    """Return the first line of MindSpore's error message that is not a separator or a heading."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

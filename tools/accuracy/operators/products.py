@@ -259,7 +259,7 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return tokens [N, h], each the sum of its k copies `rows[place]` [N k, h], weighted by `probs` [N, k]."""
+    """Return tokens [N, h]: each sums k copies, rows[place] ([N k, h], place [N k]), weighted by probs [N, k]."""
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 

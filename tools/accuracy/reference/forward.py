@@ -69,7 +69,7 @@ class Forward:
         return self._note(f"{where}.mlp", mlp(layer, normed))
 
     def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the streams [B, S, n, h] after `sublayer`, which is connected by the hyper-connections `name`."""
+        """Return the streams [B, S, n, h] after `sublayer` ([B, S, h]), connected by the hyper-connections `name`."""
         weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
         one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
         iterations, eps = self.hf["hc_sinkhorn_iters"], self.hf["rms_norm_eps"]
