@@ -120,12 +120,6 @@ def test_a_command_without_a_page_may_stand_anywhere(monkeypatch):
     check_page(None)
 
 
-def test_hf32_is_listed_as_not_runnable():
-    result = ops("matmul", "--dtype", "hf32")
-    assert result.exit_code == 2 and "so the result is unknown" in result.stdout
-    assert "matmul hf32: hf32 exists only on Ascend's matrix unit" in result.stdout
-
-
 def test_pure_modules_import_no_mindspore():
     modules = "tools.accuracy.operators.run, tools.accuracy.operators.report, tools.accuracy.cli"
     code = f"import sys, {modules}; assert 'mindspore' not in sys.modules"
@@ -225,11 +219,6 @@ def test_two_commands_do_not_keep_their_runs_in_one_folder(tmp_path, command):
     (keep / "other").touch()
     done = CliRunner().invoke(accuracy, [command, recipe, "--keep", str(keep)])
     assert isinstance(done.exception, RecipeError) and "the folder is not empty" in str(done.exception)
-
-
-def test_a_list_of_no_strategies_is_not_all_of_them():
-    result = CliRunner().invoke(accuracy, ["equivalence", "recipes/mini/pretrain.yaml", "--only", ","])
-    assert isinstance(result.exception, RecipeError) and "is not the name of a strategy" in str(result.exception)
 
 
 def test_strategies_of_a_repeated_option_are_all_taken():

@@ -27,9 +27,6 @@ CALLS = [
 ]
 
 
-SHARDED = ("use_parallel=True", "parallel.parallel_mode=1", "parallel_config.model_parallel=2")
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     """The compiles that were asked for; each rank reports a sum and a gather behind it."""
@@ -160,35 +157,12 @@ def test_runs_of_one_recipe_share_their_compiles(tmp_path):
     assert str(tmp_path) not in json.dumps(first)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "words"),
-    [
-        ("pretrain", (), "parallel.parallel_mode: 1"),
-        ("pretrain_dp2", (), "parallel.parallel_mode: 1"),
-        ("pretrain_tp2", ("use_parallel=False",), "one process"),
-        ("pretrain_tp3", (), "pretrain_tp3.yaml"),
-        ("finetune", SHARDED, "give the pretraining recipe of the same model"),
-    ],
-)
-def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
-    words_of_sets = [word for override in overrides for word in ("--set", override)]
-    result = invoke(ROOT / "recipes" / "mini" / f"{recipe}.yaml", *words_of_sets)
-    assert isinstance(result.exception, RecipeError) and words in str(result.exception), result.output
-
-
 def test_a_mistyped_folder_is_said_to_be_missing(tmp_path, compiled):
     folder = left(tmp_path / "mini_tp2")
     text = str(invoke(tmp_path / "mini_tp").exception)
     assert text.startswith(f"{tmp_path / 'mini_tp'}: there is neither a recipe nor the folder of a run at this path")
     assert f"did you mean '{folder}'?" in text
     assert "neither a recipe nor" in str(invoke(tmp_path / "none" / "run").exception)
-
-
-def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "mine").touch()
-    result = invoke(TP2, "--keep", tmp_path / "kept")
-    assert isinstance(result.exception, RecipeError) and "not empty" in str(result.exception)
 
 
 def test_records_of_two_trainings_are_not_compared(tmp_path, compiled):

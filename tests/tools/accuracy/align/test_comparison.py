@@ -316,13 +316,6 @@ def test_losses_that_were_not_recorded_are_not_compared(recorded, tmp_path, monk
         align_comparison._train(recipe, tmp_path, 3)
 
 
-@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
-def test_without_torch_there_is_one_message_and_nothing_runs(python, tmp_path):
-    with pytest.raises(ClusterError, match=r"reference-python") as caught:
-        compare_stages(Wanted(MINI, "hf", 4, (), None, tmp_path, python), print)
-    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
-
-
 def test_a_failed_side_is_told_by_its_own_words(tmp_path):
     def start(script, name="x"):
         align_sides.start([sys.executable, "-c", script, name], tmp_path / "log", tmp_path)
@@ -385,9 +378,3 @@ def test_a_row_says_what_differs_and_not_one_half():
     tokens = Row("batch labels", 17, NONE, "elements that differ")
     assert failed_text(tokens) == "batch labels: 17 elements that differ, but there must be none"
     assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"
-
-
-def test_the_reference_has_no_grouped_queries():
-    dense = align_sides.load(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml", (), "corpus", 2)
-    with pytest.raises(RecipeError, match=r"model\.model_config\.model_type: .* has latent attention, and not grouped"):
-        align_sides.reference_sizes(dense)

@@ -39,17 +39,6 @@ def test_a_difference_has_its_place_and_its_usual_cause(tmp_path):
     assert len(said(a, b, "--all")[1].splitlines()) > len(said(a, b)[1].splitlines())
 
 
-def test_what_is_not_the_folder_of_a_run(tmp_path):
-    assert "it has no recipe.yaml" in said(tmp_path)[1]
-    assert "no such file or folder" in said(tmp_path / "nothere")[1]
-
-
-def test_a_run_without_a_step(tmp_path):
-    run = Run(tmp_path / "run").write()
-    (run / "metrics" / "rank_0.jsonl").unlink()
-    assert "has not recorded a step yet" in said(run)[1]
-
-
 def test_a_rank_that_has_recorded_nothing(tmp_path):
     run = Run(tmp_path / "run", ranks=2).write()
     (run / "metrics" / "rank_1.jsonl").unlink()
@@ -62,13 +51,6 @@ def test_a_damaged_line(tmp_path, damage):
     file = record_file(run, 0)
     file.write_text(damage + file.read_text())
     assert f"{file}: line 1 is" in said(run)[1]
-
-
-def test_a_damaged_recipe(tmp_path):
-    run = Run(tmp_path / "run").write()
-    (run / "recipe.yaml").write_text("model: [")
-    text = said(run)[1]
-    assert "the recipe.yaml of this run cannot be read" in text and "train again" in text
 
 
 def test_runs_without_a_step_in_common_are_not_called_equal(tmp_path):

@@ -43,14 +43,6 @@ def test_two_dumps_do_not_share_a_new_folder(tmp_path):
         write.stated(tmp_path)
 
 
-def test_a_dump_wants_a_new_folder(tmp_path):
-    accuracy_dump.check_folder(tmp_path / "new")
-    (tmp_path / "file").touch()
-    for folder, words in ((tmp_path, "not empty"), (tmp_path / "file", "not empty"), (tmp_path / "a b", "letters")):
-        with pytest.raises(DataError, match=words):
-            accuracy_dump.check_folder(folder)
-
-
 def test_a_dump_is_deterministic_and_does_nothing_else():
     recipe = Recipe(
         {
@@ -73,12 +65,6 @@ def test_marker(tmp_path):
         write.mark(tmp_path, complete, level="L0")
         assert write.stated(tmp_path) == {"complete": complete, "level": "L0"}
     assert [path.name for path in tmp_path.iterdir()] == [write.MARKER]
-
-
-def test_a_marker_whose_brackets_are_nested_too_deep_is_damaged(tmp_path):
-    (tmp_path / write.MARKER).write_text("[" * 100_000)
-    with pytest.raises(DataError, match="the file is damaged"):
-        write.stated(tmp_path)
 
 
 @pytest.mark.parametrize(

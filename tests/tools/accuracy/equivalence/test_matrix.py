@@ -103,12 +103,6 @@ def test_a_strategy_that_the_model_cannot_have_is_no_failure(monkeypatch, tmp_pa
     assert all(row.reason.startswith("this recipe cannot be trained so: ") and why in row.reason for row in matrix.rows)
 
 
-@pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_conversations_are_no_made_up_corpus(tmp_path, more):
-    done = invoke(ROOT / "recipes/mini/finetune.yaml", "--only", "data_parallel_2", "--work", tmp_path, *more)
-    assert isinstance(done.exception, RecipeError) and "train_dataset.data_loader.type" in str(done.exception)
-
-
 def invoke(*arguments):
     return CliRunner().invoke(accuracy, ["equivalence", *map(str, arguments)])
 
