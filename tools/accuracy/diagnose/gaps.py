@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from plugins.errors import RecipeError
 from plugins.sealed_checkpoint.router_state import MUON_MOMENT
@@ -17,9 +17,6 @@ from tools.accuracy.equivalence.runs import weight_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import Readings
-
-if TYPE_CHECKING:
-    from tools.accuracy.diagnose.evidence import Side
 
 COPY = "copy the metrics/ folders of all hosts into this folder again"
 NUMBERS = ("lm_loss", "mtp_loss", "loss", "global_norm", "learning_rate")
@@ -33,6 +30,21 @@ SOMETIMES = {"modules", "skipped"}  # of a state: only the first line of one CPU
 _STEP = {*forms.NUMBERS, "overflow"}  # keys of a step that every run writes
 _HEADER = {"total_steps", "start_step"}
 Line = Mapping[str, Any]
+
+
+class Side(Protocol):
+    """A `Side` holds those attributes of `evidence.Side` in which a gap can be found."""
+
+    recipe: Recipe
+    steps: dict[int, dict[str, Any]]
+    total_steps: int | None
+    samples: dict[int, dict[int, dict[str, Any]]]
+    starts: list[Any]
+    states: dict[int, Any]
+    first: int
+    notes: list[str]
+    end: dict[str, list[Any]]
+    ended: int
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
