@@ -41,7 +41,7 @@ class Muon:
 
 @dataclass(frozen=True)
 class Parts:
-    """A `Parts` holds the sizes by which fused weights are taken apart."""
+    """A `Parts` holds the sizes by which fused weights are taken apart.
 
     Args:
         nope, rope, value: the widths of a head's parts.
@@ -54,10 +54,10 @@ class Parts:
     nope: int
     rope: int
     value: int
-    kv_rank: int  # of the keys' and values' latent
-    experts: int  # of a layer, or of a slice
-    hidden: int  # of the model
-    expert_ffn: int  # inner size of an expert
+    kv_rank: int
+    experts: int
+    hidden: int
+    expert_ffn: int
 
     @classmethod
     def of(cls, model: dict[str, Any]) -> Parts:
