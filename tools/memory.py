@@ -26,6 +26,7 @@ from plugins.expert_balance import settings as expert_balance
 from tools.check.check import new_errors, require_sound
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.efficiency import error_lines, known_error
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
@@ -411,6 +412,7 @@ def memory(
     if explain_oom:
         with saying("changing the recipe"):
             report["proposals"] = [dataclasses.asdict(row) for row in explain(written, times, room, terms=terms)]
+        report["known_step_errors"] = known.as_json() if (known := known_error(hardware)) else None
     if picture:
         few, step = report["micro_batches"]["drawn"], report["micro_batches"]["step"]
         which = f"all {step} micro-batches" if few == step else f"{few} micro-batches, as full as the step's {step}"
@@ -424,6 +426,8 @@ def memory(
         print_stages(report, console)
         if explain_oom:
             print_proposals(report["proposals"], console, report["fit"] == FITS)
+            for words in error_lines(hardware) if report["proposals"] else ():
+                console.print(words, style="dim", soft_wrap=True)
     sys.exit(0 if report["fit"] == FITS else 1)
 
 

@@ -94,7 +94,7 @@ class Start:
         for check in checks(self.recipe, self.run_dir, goes_on, port, None, slots):
             check()
         if self.resume not in (None, "auto"):  # `otherwise` may be gone by the time that the run has its own
-            checkpoints.one_iteration(str(self.resume))
+            checkpoints.one_iteration(str(self.resume), ["auto"])
 
     def choose(self) -> CheckpointInfo | None:
         """Return the checkpoint from which the run begins. Only one node calls this method: it reads all files of the
@@ -318,12 +318,13 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
         ClusterError: the list has no such host, or several of them.
     """
     if given is not None:
-        if given not in hosts:
+        known = {usual_form(host): host for host in hosts}
+        if usual_form(given) not in known:
             raise ClusterError(
                 f"--host {given}: {file} does not list this host; give one of the hosts that the file lists: "
                 f"{', '.join(hosts[:5])}"
             )
-        return given
+        return known[usual_form(given)]
     name = socket.gethostname()
     addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]
     ours = set(map(usual_form, [name, name.split(".")[0], socket.getfqdn(), *addresses]))

@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from launch.run.failure import OF_LOGS
 from plugins.spike_guard.plan import NO_MORE
 from tools.runs.attempts import Attempt, Cause, Decision, End, Plan, Verdict
 from tools.runs.places import translated
@@ -163,7 +164,8 @@ def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
     best = [host for host in near if is_sure(deaths[host])] or near
     if len(best) == 1:
         end = deaths[best[0]]
-        if end.phase == "save" and _FULL_DISK.search(end.message) and attempt.plan and len(attempt.plan.hosts) > 1:
+        shared = end.phase == "save" or OF_LOGS in end.message
+        if shared and _FULL_DISK.search(end.message) and attempt.plan and len(attempt.plan.hosts) > 1:
             return Began(f"{words(end)}: the disk that all hosts share is full", cause=end.cause)
         return Began(words(end), best[0], end, end.cause)
     causes = {deaths[host].cause for host in best}

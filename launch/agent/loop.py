@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,8 @@ from launch.run.supervise import Outcome
 from plugins.errors import CheckpointError, TC3Error
 from plugins.sealed_checkpoint.plan import global_batch_of, made, progress
 from tools.checkpoint.scan import CheckpointInfo, newest_saved
-from tools.process.children import collected_signals
+from tools.process.children import NUMBERS, collected_signals, handled
+from tools.process.host import shorten
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.attempts import END, FINAL, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
@@ -41,6 +42,7 @@ NOTICE_POLL = 0.1  # seconds between looks for such a signal
 POLL = 0.2  # seconds between looks while nothing runs here
 BEAT = 1.0  # seconds between signs of life of a node that waits
 LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
+RECENT = 1 << 26  # bytes of a metrics file from which the limits of its steps are learned
 UNFIT = 60.0  # seconds until a node that was not fit is tried again
 
 
@@ -78,7 +80,7 @@ class Agent:
         self.link = link_to(host for host in self.job.hosts if host != self.job.host)
         self.notices: list[int] = []  # signals that came; while workers run the supervisor collects them instead
         metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(View(self.job.recipe))}.jsonl"
-        learn_steps(self.limits, Follower(metrics).new_records())
+        learn_steps(self.limits, Follower(metrics, newest=RECENT).records())  # of months of steps only the last count
         self.last: tuple[int, Verdict] | None = None
         self.leaving = False  # a signal has told us to
         self.refused = False  # whether a run of only this host was refused before it started anything
@@ -151,7 +153,8 @@ class Agent:
 
         def wanted(there: list[str]) -> Plan | None:
             try:
-                return planning.wanted(there)
+                with self._interruptible():  # a plan changes nothing in the run, and reads a whole checkpoint
+                    return planning.wanted(there)
             except TC3Error as error:
                 if not (self.job.several or history(self.job, number)):  # nothing was started, and nobody asks why
                     self.refused = True
@@ -164,18 +167,38 @@ class Agent:
         if self.last is not None:
             self._become_fit(number)
         self.meeting.come(number)
+        until = planning.began + self.job.patience
         while (plan := self.meeting.plan(number, wanted)) is None:
             if read(folder_of(self.job.run_dir, number) / VERDICT, Verdict):
                 return None
-            if time.monotonic() - planning.began > self.job.patience:
-                there = ", ".join(self.meeting.there(number)) or "nobody"
-                self.meeting.gone(number)
-                raise TC3Error(
-                    f"attempt {number} cannot start: only {there} joined within {self.job.patience:g} s, but the run "
-                    "needs more nodes"
-                )
+            if time.monotonic() > until:
+                if not self.meeting.is_planned(number):
+                    raise self._too_few(number)
+                until += self.job.lost_after
             self._sleep(POLL)
         return plan
+
+    def _too_few(self, number: int) -> TC3Error:
+        """Leave an attempt to which too few hosts came, and return the error that says so."""
+        there = self.meeting.there(number)
+        self.meeting.gone(number)
+        missing = shorten(host for host in self.job.hosts if host not in there)
+        return TC3Error(
+            f"attempt {number} cannot start: only {shorten(there) or 'nobody'} joined within {self.job.patience:g} s, "
+            f"but the run needs more nodes; start tc3 agent, with this run folder ({self.job.run_dir}), on {missing}"
+        )
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let signals raise Interrupted at once in the `with` block."""
+
+        def interrupt(number: int, frame: object) -> None:
+            raise Interrupted(number)
+
+        with ExitStack() as handlers:
+            for number in NUMBERS:
+                handlers.enter_context(handled(number, interrupt))
+            yield
 
     def _become_fit(self, number: int) -> None:
         """Return when this node passes its checks, or when the other nodes have made their plan without it."""

@@ -179,6 +179,15 @@ class Meeting:
         """
         return self._claim(number, "plan").hold()
 
+    def is_planned(self, number: int) -> bool:
+        """Return whether another agent is making the plan of attempt `number` at this moment, for which it may have to
+        read terabytes: it beats meanwhile. Only calls at some distance in time see that it no longer does.
+        """
+        holder, folder = self._claim(number, "plan").holder, folder_of(self.run_dir, number)
+        beat = self.disk.read(file_of(folder, BEAT, holder.host)) if holder and holder != self.me else None
+        key = (number, "planning", holder)
+        return beat is not None and self._watch.unchanged(key, beat.mark, self.disk.now(folder)) < self.lost_after
+
     def beat(self, number: int, beat: Beat) -> None:
         """Give a sign of life; call this about once a second while this host takes part or waits as a spare."""
         self._check_place(number)

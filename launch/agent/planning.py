@@ -232,7 +232,7 @@ class Planning:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
-        with meanwhile(partial(self._beat, now), BEAT, BEAT):  # so that no other node plans beside this one
+        with meanwhile(partial(self._beat, now), 0.0, BEAT):  # so that no other node plans beside this one, or leaves
             read_skipped(self.job)
             plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
             recipe = self.prepare(plan) or recipe_of(self.job, plan)

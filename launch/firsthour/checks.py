@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plugins.errors import DataError, TC3Error, not_json
-from tools.files.atomic import write_atomically
+from tools.files.atomic import becomes, write_atomically
+from tools.files.locks import LOCK
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]
 WORST: Sequence[Verdict] = ("fail", "unknown", "warn", "ok")
@@ -273,9 +274,15 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
         again: whether earlier outcomes are deleted.
 
     Raises:
-        DataError: the folder holds the outcomes of another recipe, or of other software.
+        DataError: the folder holds the outcomes of another recipe, or of other software, or files of something else.
     """
     path = state / "state.json"
+    names = sorted(each.name for each in state.iterdir()) if state.is_dir() and not path.is_file() else []
+    if foreign := [name for name in names if becomes(name) not in (LOCK, path.name)]:
+        raise DataError(
+            f"--work {state}: this folder holds {foreign[0]} and no results of tc3 firsthour, which would replace "
+            "files in it; choose another --work"
+        )
     if path.is_file() and not again:
         try:
             known = dict(json.loads(path.read_text(encoding="utf-8")))

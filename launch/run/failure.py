@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +20,11 @@ from tools.runs.failures import diagnose, without_noise
 
 TAIL = 12  # lines of a log shown
 FRAMES = 6  # of them, those of the innermost calls
+_ROOM = 1 << 16  # bytes; with fewer a log, or the end of one, may not have been written
+OF_LOGS = "on the disk of the logs"  # which is the disk of the run, that all hosts share
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
 
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "mostly the kernel ends a process so when the host's memory runs out: `dmesg` on that host says so",
     signal.SIGTERM: "MindSpore ends a worker so when another one or msrun's scheduler is lost: look at their logs",
 }
@@ -72,12 +78,24 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
     if killed and not (traceback or any(map(_FATAL.search, lines))):  # it could not say why
         shown = []
     error = error_of(shown)
-    found = diagnose(shown)
-    mend = _SIGNALS.get(signal.Signals(-code), "") if code is not None and code < 0 else ""
+    if not killed and not (traceback and error) and (room := _no_room(log)):
+        error = "; ".join(filter(None, [error, room]))
+    if traceback and not error_of(shown):
+        error = f"its log ends within a traceback{error and f': {error}'}"
+    found = diagnose([*shown, error])
+    mend = _SIGNALS.get(-code, "") if code is not None and code < 0 else ""
     return Failure(
         f"worker {rank} {how_it_ended(code)}", log, tuple(shown), has_traceback=traceback, rank=rank, code=code,
         cause="signal" if killed else "exit", error=error, mend=mend or ("" if found.victim else found.mend),
     )  # fmt: skip
+
+
+def _no_room(log: Path) -> str:
+    """Return that the disk of a log is full, so that the log may lack its end; "" if it has room, or is unknown."""
+    with suppress(OSError):
+        if (free := shutil.disk_usage(log.parent).free) < _ROOM:
+            return f"{os.strerror(errno.ENOSPC)} ({free:,} bytes are free {OF_LOGS})"
+    return ""
 
 
 def how_it_ended(code: int | None) -> str:
@@ -87,7 +105,8 @@ def how_it_ended(code: int | None) -> str:
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL)"
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        known = -code in {each.value for each in signal.Signals}  # the real-time signals but two have no names
+        return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"failed with exit code {code}"
 
 
@@ -139,10 +158,10 @@ def _for_users(lines: list[str]) -> list[str]:
 
 
 def error_of(shown: Sequence[str]) -> str:
-    """Return the line among `telling_lines` that states the error (not a call that led to the error); the line may be
-    empty.
+    """Return the line among `telling_lines` that states the error (not a call that led to the error); the line is empty
+    if none states it, as in a traceback whose end was not written.
     """
-    return next((line for line in shown if line.strip() and not line[0].isspace()), "")
+    return next((line for line in shown if line.strip() and not line[0].isspace() and _TRACEBACK not in line), "")
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:

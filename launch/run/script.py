@@ -41,7 +41,7 @@ from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
 from plugins.operator_fusion import plan as operator_fusion
 from tools.checkpoint.scan import CheckpointInfo
-from tools.process.host import DEVICES, read_hosts, usual_form
+from tools.process.host import DEVICES, read_hosts
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import LOADER, View
@@ -178,8 +178,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICE
             found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
             hint = f": list {workers // slots} hosts of {slots} workers" if workers % slots == 0 else ""
             raise ClusterError(f"{hosts_file}: the file lists {found}, but the recipe needs {workers} workers{hint}")
-        names = [usual_form(host) if ":" in host else host for host in hosts]  # IPv6 as `hostname -I` prints it
-        return Cluster(len(hosts), slots, " ".join(map(shlex.quote, names)), str(hosts_file))
+        return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
     if workers <= each:
         return Cluster(1, workers, MASTER)
     if workers % each:

@@ -149,20 +149,12 @@ def _plan(segments: np.ndarray, ranks: int, ranges: np.ndarray, owner: np.ndarra
         begins = np.concatenate(([True], own[1:, 0] != own[:-1, 1]))
         ends = np.concatenate((begins[1:], [True]))
         joined.append(np.stack((own[begins, 0], own[ends, 1]), 1))
-    pairs = np.array([int(_pairs_across(own, segments)) for own in joined])
+    pairs = np.array([int(_pairs(own, segments).sum()) for own in joined])
     return ContextPlan(joined, pairs)
 
 
 def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return the number of attending pairs of tokens, int64 [n], of ranges [n, 2] that each lie inside one document."""
-    ends = np.cumsum(segments)
-    document = np.searchsorted(ends, ranges[:, 0], side="right")
-    start, stop = (ranges - (ends - segments)[document, None]).T
-    return (stop * (stop + 1) - start * (start + 1)) // 2
-
-
-def _pairs_across(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return the total number of attending pairs of all ranges; a range may hold several documents."""
+    """Return the number of attending pairs of tokens of each range, int64 [n]; a range may hold several documents."""
     ends = np.cumsum(segments)
     total = np.concatenate(([0], np.cumsum(segments * (segments + 1) // 2)))
 
@@ -171,4 +163,4 @@ def _pairs_across(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
         offset = token - np.concatenate(([0], ends))[document]
         return total[document] + offset * (offset + 1) // 2
 
-    return (up_to(ranges[:, 1]) - up_to(ranges[:, 0])).sum()
+    return up_to(ranges[:, 1]) - up_to(ranges[:, 0])

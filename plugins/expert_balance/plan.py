@@ -315,7 +315,7 @@ def next_placement(
         step: the step after which the plan is made; used only as a seed of `method: random`.
         layer: the row of the layer; used only as a seed of `method: random`.
         nodes: see `node_limited`; 1 if an expert may be on any device. It applies to the methods swaps and aligned; if
-            moves are limited and such a plan does not pass the gate, a plan that balances only the devices is tried.
+            such a plan does not pass the gate, a plan that balances only the devices is tried.
 
     Returns:
         A new placement if it lowers max/mean of `predicted` by at least the gate's share, otherwise `old` (random:
@@ -330,9 +330,8 @@ def next_placement(
     plans = [partial(swaps, loads, old, devices, **limits)]
     if settings.method == "greedy":
         plans = [partial(greedy, loads, devices)]
-    elif nodes > 1:  # a few moves may balance nodes and leave the fullest device as full, at each plan again
-        by_node = partial(node_limited, loads, old, devices, nodes, **limits)
-        plans = [by_node] if most is None else [by_node, *plans]
+    elif nodes > 1:  # nodes may be even, or become so, while the fullest device stays as full, at each plan again
+        plans = [partial(node_limited, loads, old, devices, nodes, **limits), *plans]
     before = int(device_loads(loads, old, devices).max())
     for plan in plans:
         new = plan()

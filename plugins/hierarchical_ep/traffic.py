@@ -147,15 +147,12 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
     """Return the `Step` of a transfer with the expected numbers of rows; `busy` holds for each rank the rows that it
     would send or receive if it were the busiest rank.
     """
-    loaded = "sent" if transfer.step.startswith("combine") else "received"
-    other = "received" if loaded == "sent" else "sent"
-
+    # no rank has more at its other end, where each rank has its tokens' share of all experts
+    end = StepBytes.sent if transfer.step.startswith("combine") else StepBytes.received
     busiest = []
     for gradient in (False, True):
-        mean = step_bytes(topology, transfer, top_k, hidden, itemsize, gradient)
-        skewed = step_bytes(topology, replace(transfer, rows=busy), top_k, hidden, itemsize, gradient)
-        ends = {link: (getattr(mean, other)(link), getattr(skewed, loaded)(link)) for link in LINKS}
-        busiest.append({link: float(max(end.max() for end in pair)) for link, pair in ends.items()})
+        found = step_bytes(topology, replace(transfer, rows=busy), top_k, hidden, itemsize, gradient)
+        busiest.append({link: float(end(found, link).max()) for link in LINKS})
     return _step(topology, transfer, *busiest)
 
 

@@ -193,6 +193,21 @@ def test_a_picture_is_the_same_for_the_same_numbers(tmp_path, ending):
     assert draw("a") == draw("b")
 
 
+def test_dollars_in_names_are_no_formulas_and_logarithmic_axes_keep_theirs(tmp_path):
+    """A run whose name looks like a formula ended `tc3 runs report --picture` with a ParseSyntaxException."""
+    figure, name = new_figure(4, 3), r"x$\frac{1}$"
+    axes = figure.subplots()
+    axes.plot([1, 2], [1, 1000], label=f"{name} line")
+    axes.set_title(f"{name} title")
+    axes.set_xticks([1, 2], [f"{name} tick", "b"])
+    axes.set_yscale("log")
+    axes.legend()
+    for _ in range(2):
+        text = save_figure(figure, tmp_path / "a.svg").read_text()
+        assert all(f">{name} {where}<" in text for where in ("line", "title", "tick"))
+        assert r"<!-- $\mathdefault{10^{2}}$ -->" in text and "10^{2}<" not in text
+
+
 def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "a.svg"
     path.write_text("old")

@@ -312,6 +312,9 @@ def test_explained_with_keys():
     result = run("--limit", 16, "--explain-oom")
     assert "gradient_accumulation_shard: True" in result.stdout
     assert "optimizer_level: level3" in result.stdout
+    assert "step times: off by " in result.stdout and "step times" not in run("--limit", 16).stdout
+    told = run("--limit", 16, "--explain-oom", "--json", "--cluster", "a100_80g").stdout
+    assert json.loads(told)["known_step_errors"]["groups"] > 1
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.json"])

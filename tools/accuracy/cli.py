@@ -192,12 +192,12 @@ def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
         click.echo(json.dumps({"recipe": str(what), **verdict.as_json()}))
     else:
         for rank in verdict.ranks:
-            names = ", ".join(f"{count} {name}" for name, count in rank.by_name.items())
-            click.echo(f"rank {rank.rank}: {rank.calls} collectives, {rank.bytes / 2**20:.2f} MiB: {names}")
-            for line in rank.differences[:_SHOWN]:
+            names = ", ".join(f"{count} {name}" for name, count in rank["by_name"].items())
+            click.echo(f"rank {rank['rank']}: {rank['calls']} collectives, {rank['bytes'] / 2**20:.2f} MiB: {names}")
+            for line in rank["differences"][:_SHOWN]:
                 click.echo(f"  {line}")
-            if len(rank.differences) > _SHOWN:
-                click.echo(f"  and {len(rank.differences) - _SHOWN} more (--json has all)")
+            if len(rank["differences"]) > _SHOWN:
+                click.echo(f"  and {len(rank['differences']) - _SHOWN} more (--json has all)")
         click.echo(f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word)
     sys.exit({EQUAL: 0, DIFFERS: 1}.get(verdict.word, 2))
 
@@ -313,9 +313,7 @@ def ops(
 
 
 def _shipped(pairs: Sequence[tuple[Spec, str]]) -> dict[str, Any]:
-    """Return a dictionary with the key "shipped", which holds the result of the comparison with the stored golden
-    results.
-    """
+    """Return {"shipped": the comparison with the stored golden results}."""
     from tools.accuracy.operators.shipped import differences, read_shipped
 
     content = read_shipped()

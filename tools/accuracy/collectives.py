@@ -1,6 +1,5 @@
-"""This module checks whether a sharded training executes the collectives that `tc3 dryrun` reports: CPU processes train
-a few steps of a recipe and record the collectives of the first step, which are compared with those in the compiled
-graph of every rank.
+"""This module checks whether CPU processes, in the first step of a sharded training, execute the collectives that the
+compiled graph of every rank has in the report of `tc3 dryrun`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,9 +37,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in the file `path` with its overrides; for a recipe for Ascend, return its mini recipe for CPU
-    with the same kinds of parallelism. Raise RecipeError if the file or an override is wrong, or if MindSpore would not
-    shard the recipe's graph.
+    """Return the recipe in the file `path` with its overrides, or the mini recipe with the same kinds of parallelism of
+    a recipe for Ascend. Raise RecipeError for a wrong input, or if MindSpore would not shard the graph.
     """
     refuse_missing(path)
     recipe = load_recipe(path)
@@ -54,9 +52,7 @@ def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise RecipeError if `path` does not exist and has no ending of a recipe file, so that it may be a misspelt
-    folder of a run.
-    """
+    """Raise RecipeError if `path` does not exist and may be a misspelt folder of a run."""
     if path.exists() or path.suffix in (".yaml", ".yml"):
         return
     try:
@@ -87,9 +83,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps of a recipe on a made-up corpus, and return the folder of the run; raise RunFailedError if
-    the training fails.
-    """
+    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if it fails."""
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)
@@ -107,29 +101,17 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class RankCalls:
-    """A `RankCalls` compares the collectives of one rank's first step with those of `tc3 dryrun`."""
-
-    rank: int
-    calls: int  # the number of executed collectives
-    bytes: int  # the number of bytes of their tensors
-    by_name: dict[str, int]  # the number of executed collectives of each operator
-    differences: list[str]  # one line of text for each difference from the report of the dry run
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether all ranks executed the collectives that the dry run reports; `why` is the reason if this
-    is `UNKNOWN`.
-    """
+    """A `Verdict` says whether all ranks executed the collectives of the dry run; `why` says why this is UNKNOWN."""
 
     word: str
     why: str = ""
-    ranks: list[RankCalls] = field(default_factory=list)
+    # for each rank: the numbers of executed collectives and of their bytes, by operator, and a line for each difference
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict and the comparison of each rank as dicts and lists that can be written as JSON."""
-        return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
+        """Return the verdict as values for JSON."""
+        return {"verdict": self.word, "why": self.why, "ranks": self.ranks}
 
 
 def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
@@ -161,8 +143,9 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
         found = compare_calls(result["graph"], calls)
         wrong = wrong_places(result["graph"], rank, places) + found.calls + found.order
         names = dict(sorted(Counter(call.op for call in calls).items()))
-        ranks.append(RankCalls(rank, len(calls), sum(call.bytes for call in calls), names, wrong))
-    return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
+        size = sum(call.bytes for call in calls)
+        ranks.append({"rank": rank, "calls": len(calls), "bytes": size, "by_name": names, "differences": wrong})
+    return Verdict(DIFFERS if any(rank["differences"] for rank in ranks) else EQUAL, "", ranks)
 
 
 def _not_comparable(view: View, executed: list[Executed]) -> str:
@@ -196,8 +179,8 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """Return the recipe of a run without the keys that do not change its compiled graph, so that several runs can share
-    cached graphs; raise RecipeError if the folder has no recipe, or if the recipe's graph is not sharded.
+    """Return the recipe of a run without keys that do not change its graph, so that runs share cached graphs; raise
+    RecipeError if there is none, or if its graph is not sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():
@@ -223,9 +206,7 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """Return the collectives that one rank recorded in its first step; raise DataError if the rank's file is missing,
-    or if it is not a record of collectives.
-    """
+    """Return the collectives of one rank's first step; raise DataError if its record is missing or damaged."""
     file = calls_file(run_dir, rank)
     if not file.is_file():
         raise DataError(
@@ -242,9 +223,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def _wrong(told: Any) -> str:
-    """Return in words the first property of a record that no run writes; "" if it is a record of one rank's
-    first step.
-    """
+    """Return the first property of a record that no run writes; "" if there is none."""
     if not isinstance(told, dict):
         return "it is not an object"
     if lacking := [key for key in ("step", "calls", "places") if key not in told]:
@@ -262,7 +241,6 @@ def _wrong(told: Any) -> str:
 
 
 def _is_call(call: Any) -> bool:
-    """Return whether a value out of JSON is a `CallRecord`."""
     if not isinstance(call, list) or len(call) != len(CallRecord._fields):
         return False
     one = CallRecord(*call)

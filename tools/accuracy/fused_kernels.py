@@ -1,12 +1,10 @@
-"""This module extracts from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
-would build, with large sizes replaced by small ones. The module computes each kernel from seeded inputs in NumPy in
-three ways (exact, unfused and fused), and judges the results by the tolerances of Table 2 of the TeleChat3-MoE report.
+"""This module takes from the text of a compiled graph the fused kernels that DVM (Ascend's Device Virtual Machine)
+would build, makes their sizes small, computes each from seeded inputs in NumPy in three ways, and judges the results by
+Table 2 of the TeleChat3-MoE report.
 
-exact     every float in float64
-unfused   each operator's result is rounded to its type, as if it were written to memory
-fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
-
-An operator outside of a fused kernel computes in float32 or wider, whatever its type, and so do its sums.
+exact: every float in float64. unfused: each operator's result is rounded to its type, as if it were written to memory.
+fused: 16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5). An
+operator outside of a fused kernel computes in float32 or wider, and so do its sums.
 """
 
 from __future__ import annotations
@@ -75,16 +73,13 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for two kernels if they have the same operators and shapes, wherever they are in
-        the graphs.
-        """
+        """Return a text that is equal for kernels of the same operators and shapes."""
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """Return the graph nodes with the indices `places` as one kernel; the results of the nodes `outputs` are used
-    outside of the kernel. Raise UnreadableError if the text of the graph leaves out the values of a constant, or if an
-    input is not a tensor.
+    """Return the nodes with the indices `places` as one kernel, of which the results `outputs` are used outside. Raise
+    UnreadableError if the text leaves out a constant, or if an input is not a tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -121,9 +116,8 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
 
 
 def constant(text: str) -> object:
-    """Return the constant that is written in MindSpore's form, such as ``F32(0.5)``, ``(I64(1), I64(0))`` or
-    ``Tensor(shape=[1], dtype=Float32, value=[1])``; raise UnreadableError for a text of another form or a truncated
-    text.
+    """Return a constant of MindSpore's form, such as ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1],
+    dtype=Float32, value=[1])``; raise UnreadableError for another form or a truncated text.
     """
     array = _ARRAY.match(text)
     try:
@@ -164,8 +158,8 @@ KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
 def compute(step: Step, values: list[Any]) -> np.ndarray:
-    """Return the result of one operator in the data type that NumPy gives it; a Cast between float types does nothing.
-    The `values` are arrays, or numbers and tuples for constants. Raise UnreadableError for an operator outside `KNOWN`.
+    """Return the result of one operator in NumPy's type; a Cast between float types does nothing. The `values` are
+    arrays, or numbers and tuples. Raise UnreadableError for an operator outside `KNOWN`.
     """
     first, *rest = values
     if step.op in _ELEMENTWISE:
@@ -195,8 +189,8 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """Return the kernel with each size that is above 32 or known only at run time replaced by a small number; equal
-    sizes stay equal. Raise UnreadableError if sizes of a kernel with a Reshape would have to be replaced.
+    """Return the kernel with each size above 32 or known only at run time made small; equal sizes stay equal. Raise
+    UnreadableError if a kernel with a Reshape would change.
     """
     given = [step.output for step in kernel.steps]
     sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
@@ -216,14 +210,14 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects one fused kernel of each kind, and the reasons why other kernels cannot be computed."""
+    """A `Found` collects one fused kernel of each kind, and why others cannot be computed."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)  # one kernel of each kind, by `Kernel.key`
     counts: Counter[str] = field(default_factory=Counter)  # the number of kernels of each kind
     skipped: Counter[str] = field(default_factory=Counter)  # kernels that cannot be computed, by the reason
 
     def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
-        """Add one fused kernel, with its large sizes replaced by small ones."""
+        """Add one fused kernel, made small."""
         try:
             if strange := [nodes[place].op for place in places if nodes[place].op not in KNOWN]:
                 raise UnreadableError(f"the operator {strange[0] or 'call'}")
@@ -239,9 +233,7 @@ OPENED = Fusion("vector", EXPANDED)  # composites are kept whole, because the te
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the fused kernels of two or more operators that DVM (Ascend's Device Virtual Machine) would build from
-    these graphs, with large sizes replaced by small ones.
-    """
+    """Return the kernels of several operators that DVM (Ascend's Device Virtual Machine) would build, made small."""
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
         users = users_of(nodes)
@@ -258,9 +250,8 @@ _LARGEST = 2.0
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
-    """Return random inputs for a kernel: floats with magnitudes from `lower_bound` to 2 that their data type represents
-    exactly, and that are positive if the kernel has a root or a division. The inputs depend only on the seed and the
-    kernel.
+    """Return random inputs for a kernel: floats from `lower_bound` to 2 in magnitude that their type represents
+    exactly, positive if the kernel has a root or a division. They depend only on seed and kernel.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -279,16 +270,14 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to MindSpore's type `dtype`; 16-bit values are stored as float32. Integers and booleans are
-    returned unchanged.
-    """
+    """Return floats rounded to MindSpore's type `dtype`, 16-bit values as float32; others are unchanged."""
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
 
 
 def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
-    """Return the results of all operators of a kernel, including results that are used only inside the kernel."""
+    """Return the results of all operators of a kernel."""
     wide = np.float64 if way == EXACT else np.float32
     results: list[np.ndarray] = []
     for place, step in enumerate(kernel.steps):
@@ -311,9 +300,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds the data from which the tolerance of one result follows by Table 2 of the TeleChat3-MoE
-    report.
-    """
+    """An `Allowance` holds that from which the tolerance of one result follows by Table 2 of the report."""
 
     dtype: str  # the type with the fewest bits on which it depends
     count: int  # the number of elements that it sums; 0 if values are only moved
@@ -321,13 +308,13 @@ class Allowance:
     casts: int  # the number of times that a Cast rounds the value to 16 bits
 
     def tolerance(self, way: str) -> float:
-        """Return the tolerance of a result that was computed in the given way, fused or unfused."""
+        """Return the tolerance of a result that was computed fused or unfused."""
         roundings = self.stores if way == UNFUSED else min(self.stores, self.casts + 1)
         return tolerance(self.dtype, self.count, max(roundings, 1))
 
 
 def allowances(kernel: Kernel) -> list[Allowance]:
-    """Return for each operator of a kernel the data from which the tolerance of its result follows."""
+    """Return the allowance of each operator's result."""
     found: list[Allowance] = []
     for step in kernel.steps:
         before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]
@@ -347,7 +334,6 @@ def allowances(kernel: Kernel) -> list[Allowance]:
 
 
 def _summed(step: Step, kernel: Kernel) -> int:
-    """Return numbers that one of its results is the sum of."""
     if step.op != "ReduceSum":
         return 1
     kind, what = step.arguments[0]
@@ -365,9 +351,7 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is the judgement of one kind of kernel, computed both as a fused kernel and operator by operator
-    (unfused).
-    """
+    """A `Row` is the judgement of one kind of kernel, computed fused and operator by operator (unfused)."""
 
     name: str  # the names of its operators
     where: str  # the path of one such kernel
@@ -395,7 +379,7 @@ class Report:
 
     @property
     def wrong(self) -> list[Row]:
-        """Return the kernels whose fused results are out of tolerance, in the order of the graphs."""
+        """Return the kernels out of tolerance, in the order of the graphs."""
         return [row for row in self.rows if not row.passed]
 
     @property
@@ -405,23 +389,19 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return True if every kernel is within tolerance, False if one is not, and None if none is out of tolerance
-        but some kernels could not be computed.
-        """
+        """Return False if a kernel is out of tolerance, otherwise None if some could not be computed."""
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the judgements of all fused kernels as values fit for JSON; an error that is not finite becomes a text
-        such as "inf".
-        """
+        """Return the judgements as values for JSON."""
         rows = [plain(row) for row in self.rows]
         return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 
 
 def replayed(found: Found, seed: int) -> Report:
-    """Return the judgements of predicted kernels, both fused (as DVM computes them) and unfused."""
+    """Return the judgements of predicted kernels, fused and unfused."""
     rows, skipped = [], Counter(found.skipped)
     for key, kernel in found.kernels.items():
         try:
@@ -432,9 +412,7 @@ def replayed(found: Found, seed: int) -> Report:
 
 
 def _row(kernel: Kernel, times: int, seed: int) -> Row:
-    """Return the judgement of a kernel, represented by the result that used most of its tolerance. Raise
-    UnreadableError if the kernel's inputs leave no finite number to compare in one of its results.
-    """
+    """Return the judgement of the result that used most of its tolerance; raise UnreadableError if none is finite."""
     inputs = inputs_of(kernel, seed)
     exact, fused, unfused = (
         [results[place] for place in kernel.outputs]

@@ -72,9 +72,7 @@ def _read(file: Path) -> list[GraphText]:
 
 
 def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
-    """Return a recipe's graphs, cached or compiled; raise RecipeError for a wrong recipe or override or one of several
-    CPU processes, and ClusterError if it does not compile.
-    """
+    """Return a recipe's graphs; raise RecipeError for a wrong recipe, and ClusterError if it does not compile."""
     from tools.check.check import require_sound
     from tools.dryrun.compiles import compile_all, refusal_of, text_of
     from tools.dryrun.graph_text import read_graph

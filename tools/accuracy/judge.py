@@ -45,23 +45,14 @@ _LEAST = -1100  # the power of two that stands for zero; float64 has none below 
 LARGEST["bfloat16"] = 2.0**127 * (2 - 2.0**-7)
 
 
-def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
-    """Return the NumPy type in which golden results are computed for inputs of `dtype`."""
-    return np.float64 if dtype == "float32" and wide else np.float32
-
-
 def round_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Return each float32 value rounded to the nearest bfloat16 (ties to even), stored as float32; the array may have
-    any shape, and NaN stays NaN.
-    """
+    """Return float32 values rounded to the nearest bfloat16 (ties to even), stored as float32."""
     with np.errstate(all="ignore"):
         return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to the type `dtype`; float16 values are stored as float16, values of all other types as
-    float32. Integers and booleans are returned unchanged.
-    """
+    """Return floats rounded to `dtype`, float16 as float16 and all others as float32; integers are unchanged."""
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -72,28 +63,27 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Return floats in the type in which golden results are computed; integers and booleans are unchanged."""
-    return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
+    """Return floats in the type in which golden results are computed; integers are unchanged."""
+    if not np.issubdtype(values.dtype, np.floating):
+        return values
+    return values.astype(np.float64 if dtype == "float32" and wide else np.float32)
 
 
 @cache
 def facts(name: str) -> dict[str, Any]:
-    """Return the content of the YAML file `tolerance.yaml` or `causes.yaml`, which lie beside this module; `name` is
-    the name without its ending.
-    """
+    """Return the content of `tolerance.yaml` or `causes.yaml`."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text("utf-8"))
 
 
 def plain(row: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as values for JSON; a number that is not finite is a text, such as "inf"."""
+    """Return a dataclass as values for JSON; a number that is not finite is a text, such as "inf"."""
     values = asdict(row).items()
     return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in values}
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """Return the largest error (see `errors`) that Table 2 of the TeleChat3-MoE report allows for results that are sums
-    of `count` terms; a `count` of 0 means that values are only moved, and gives 0. On the way to its output, a value
-    may be rounded to `dtype` up to `roundings` times.
+    """Return the largest error (see `errors`) that Table 2 of the TeleChat3-MoE report allows for sums of `count`
+    terms, 0 for values that are only moved (`count` 0). A value may be rounded to `dtype` up to `roundings` times.
     """
     if count == 0:
         return 0.0
@@ -104,24 +94,20 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return the tolerance of a factor by which a whole tensor is scaled: the allowed distance of the factor from 1,
-    and the number of standard deviations that is allowed in addition (tools/accuracy/dumps/errors.py).
-    """
+    """Return the allowed distance of a whole tensor's factor from 1, and the standard deviations beyond it."""
     content = facts("tolerance")
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
 
 
 def lower_bound() -> float:
-    """Return the smallest magnitude that an element of a test input may have."""
+    """Return the smallest magnitude of an element of a test input."""
     return facts("tolerance")["lower_bound"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` is the judgement of one tensor: its largest error, the number of elements over the tolerance, and a
-    text about the worst element.
-    """
+    """A `Verdict` is the judgement of one tensor, with its largest error and a text about its worst element."""
 
     passed: bool
     error: float
@@ -130,8 +116,8 @@ class Verdict:
 
 
 def powers(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return two rows of counts: how many finite values of `want` have each power of two (`fills` reads it), and how
-    many of these differ from `got`. Counts of several pieces of a tensor may be added up.
+    """Return two rows of counts: how many finite values of `want` have each power of two, and how many of these differ
+    from `got`. Counts of several pieces may be added up.
     """
     finite = np.isfinite(want)
     values = np.abs(want[finite].astype(np.float64))
@@ -162,10 +148,8 @@ def fills(counts: np.ndarray) -> tuple[float, float]:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
-    """Return each element's error as float64; inf where the computed and the golden value differ and one of them is not
-    finite.
-
-    With `floor` in place of the root mean square, what is within the smallest normal number has no error.
+    """Return each element's error as float64; inf where values differ and one is not finite. With `floor` in place of
+    the root mean square, what is within the smallest normal number has no error.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
@@ -181,9 +165,7 @@ def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | No
 
 
 def judge(got: np.ndarray, want: np.ndarray, tolerance: float, dtype: str) -> Verdict:
-    """Compare a tensor with the golden tensor, element by element; `dtype` is the data type in which the tensor was
-    computed.
-    """
+    """Compare a tensor that was computed in `dtype` with the golden tensor."""
     if got.shape != want.shape:
         return Verdict(False, np.inf, want.size, f"the shape is {list(got.shape)}, but must be {list(want.shape)}")
     if not want.size:
@@ -203,9 +185,8 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare an operator's results for special inputs (such as NaN or denormals) with `wants`, the golden results for
-    devices that keep denormals and for devices that flush them to zero, rounded to `dtype`. Errors are relative to the
-    element or, if it is smaller, to `floor`; NaN and infinities must be in the same places.
+    """Compare results for special inputs with `wants`, the golden results for devices that keep denormals and that
+    flush them. Errors are relative to the element or, if it is smaller, to `floor`.
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]
@@ -214,8 +195,6 @@ def judge_special(
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of elements that differ in any bit between the results of two runs; two NaN with the same bits
-    are equal.
-    """
+    """Return the number of elements that differ in any bit between two runs."""
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

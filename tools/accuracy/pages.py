@@ -1,6 +1,4 @@
-"""This module defines the option --html, and checks before a comparison that the output files can be written and do not
-replace files of another kind, or files of another command that is at work in the same folder.
-"""
+"""This module defines the option --html, and checks that outputs can be written and replace nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ page_option = click.option(
 
 
 def check_page(page: Path | None) -> None:
-    """Raise DataError if no HTML page can be written to this path, or if it would replace a file of another kind."""
+    """Raise DataError if no page can be written to this path, or if it would replace another file."""
     if page is None:
         return
     check_writable(page)
@@ -40,7 +38,7 @@ def check_page(page: Path | None) -> None:
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
-    """Raise DataError if results cannot be written into the folder `out`, or if this folder lies inside a dump."""
+    """Raise DataError if results cannot be written into `out`, or if it lies inside a dump."""
     if out is None:
         return
     for dump in dumps:

@@ -1,11 +1,10 @@
-"""This module finds which plugins can be combined with each other and with kinds of parallelism, and which check or
-training run is the evidence.
+"""This module finds which plugins go together, and with which kinds of parallelism, and what shows it.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 
-A pair is put into a small recipe for Ascend with only the settings that the two need. Either `tc3 check` refuses it, or
-there is evidence: a row of `tc3 accuracy equivalence`, or a recipe whose card says that it was trained or compiled. A
-pair without either is "not shown".
+A pair is put into a small recipe for Ascend. Either `tc3 check` refuses it, or there is evidence: a row of `tc3
+accuracy equivalence`, or a recipe whose card says that it was trained or compiled. A pair without either is "not
+shown".
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ _SMALLEST = Sharding(moe=True, aux=True)
 
 @dataclass(frozen=True)
 class Plugin:
-    """A `Plugin` holds the settings with which a plugin is combined with others, and what else a small recipe with this
-    plugin needs.
-    """
+    """A `Plugin` holds what a small recipe with a plugin needs."""
 
     settings: Any = field(default_factory=dict)  # the settings in the plugin's section of the recipe
     needs: Mapping[str, Any] = field(default_factory=dict)  # fields of a `Sharding` that the plugin needs
@@ -60,9 +57,7 @@ PLUGINS: Mapping[str, Plugin] = {name: Plugin(**row) for name, row in FACTS["plu
 
 @dataclass(frozen=True)
 class Cell:
-    """A `Cell` says whether two plugins, or a plugin and a kind of parallelism, can be combined: `how` is one of five
-    words, and `by` is the reason or the evidence.
-    """
+    """A `Cell` says how two plugins, or a plugin and a kind of parallelism, go together, and the reason or evidence."""
 
     one: str
     other: str
@@ -77,12 +72,12 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 
 def cells() -> list[Cell]:
-    """Return a result (`Cell`) for every pair of plugins, and for every pair of a plugin and a kind of parallelism."""
+    """Return a `Cell` for every pair."""
     return [cell(*pair) for pair in pairs()]
 
 
 def cell(one: str, other: str) -> Cell:
-    """Return whether a plugin can be combined with another plugin or with a kind of parallelism, with the evidence."""
+    """Return whether a plugin goes with another plugin or a kind of parallelism."""
     if found := check_recipe(recipe_of(one, other)).errors:
         return Cell(one, other, REFUSED, f"{found[0].key}: {found[0].wrong}")
     for how, by, has in shown():
@@ -92,9 +87,7 @@ def cell(one: str, other: str) -> Cell:
 
 
 def recipe_of(*names: str) -> Recipe:
-    """Return a small recipe for Ascend with the named plugins and kinds of parallelism, and with all settings that they
-    need.
-    """
+    """Return a small recipe for Ascend with the named plugins and kinds of parallelism."""
     plugins = list(dict.fromkeys(each for name in names if name in PLUGINS for each in (*PLUGINS[name].beside, name)))
     needs = [KINDS[name] for name in names if name in KINDS] + [PLUGINS[name].needs for name in plugins]
     sharding = _SMALLEST
@@ -139,9 +132,7 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return for each run or compilation that shows plugins together: the kind of evidence, its name, and its plugins
-    and kinds of parallelism; the strongest evidence comes first.
-    """
+    """Return (kind of evidence, its name, plugins and kinds that it has), the strongest evidence first."""
     rows = [(EQUAL, case.name, _of_sharding(case.sharding)) for case in CASES if case.sharding]
     rows += [(EQUAL, case.name, _of_variant(case.variant)) for case in CASES if case.variant]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):
@@ -169,7 +160,6 @@ def kinds_of(sharding: Sharding) -> set[str]:
 
 
 def _covers(sharding: Sharding, need: Mapping[str, Any]) -> bool:
-    """Return whether a layout has what a kind is about: its degrees above 1, its switches on."""
     about = {name for name in need if name not in ("micro", "layers")}
     return all(
         getattr(sharding, name) > getattr(Sharding(), name) for name in about - ({"dp"} if "ep" in about else set())
@@ -238,7 +228,6 @@ def page(found: list[Cell]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of Markdown; a line in a cell has no `|` of its own."""
     lines = [heads, ["---"] * len(heads), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 

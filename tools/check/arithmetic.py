@@ -214,11 +214,11 @@ def _batches(view: View, found: Findings) -> None:
         found.error((*PARALLEL, "micro_batch_num"), wrong, "write 1", rule="micro_without_pipeline")
     for key, value in {"data_parallel": view.dp, "expert_parallel": view.ep}.items():
         if value > 1 and not view.flag(("use_parallel",)):
-            found.error(
-                (*PARALLEL, key),
-                f"{value} has no effect without use_parallel",
-                "write use_parallel: True, or write 1 here",
-            )
+            wrong, right = f"{value} has no effect without use_parallel", "write use_parallel: True, or write 1 here"
+            found.error((*PARALLEL, key), wrong, right)
+    if view.cpu_classes and view.devices == 1 and view.flag(("use_parallel",)):
+        wrong, right = "MindSpore fails with a CPU worker that is alone in its group", "write use_parallel: False"
+        found.error(("use_parallel",), wrong, right)
     for key, value in {"model_parallel": view.tp, "pipeline_stage": view.pp, "context_parallel": view.cp}.items():
         if value > 1 and not view.parallel:
             wrong = f"MindFormers silently replaces {value} by 1 outside semi-auto parallel mode"
@@ -325,14 +325,14 @@ def _strategy(view: View, found: Findings) -> None:
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
-    """Report sharded gradients in a pipeline, which MindSpore does not finish compiling."""
+    """Report sharded gradients of several micro-batches, which MindSpore does not finish compiling."""
     lazy_inline = built.fields.get("disable_lazy_inline") is not True
-    if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline):
+    if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline, view.accumulation):
         section = ("parallel", "parallel_optimizer_config")
         level = view.get((*section, "optimizer_level")) == "level2"
         found.error(
             (*section, "optimizer_level" if level else "gradient_accumulation_shard"),
-            "MindSpore 2.9.0 does not finish compiling a pipeline with sharded gradients and lazy inline",
+            "MindSpore 2.9.0 does not finish compiling sharded gradients of several micro-batches with lazy inline",
             (
                 "leave the key out; a larger parallel_config.expert_parallel also makes gradients smaller, see "
                 "docs/memory.md"

@@ -24,15 +24,10 @@ from tools.schema.converter import Built
 
 _PIPELINE = ("parallel", "pipeline_config")
 _CONFIG = (*LOADER, "config")
-_REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dataset/utils.py, check_dataset_config)
-    "batch_size": "runner_config.batch_size",
-    "micro_batch_num": "parallel_config.micro_batch_num",
-    "seed": "seed",
-    "profile": "profile",
-    "auto_tune": "auto_tune",
-    "filepath_prefix": "filepath_prefix",
-    "autotune_per_step": "autotune_per_step",
-}
+# train_dataset keys that MindFormers overwrites (mindformers/dataset/utils.py, check_dataset_config)
+_REPLACED = {key: key for key in ("seed", "profile", "auto_tune", "filepath_prefix", "autotune_per_step")}
+_REPLACED |= {"batch_size": "runner_config.batch_size", "micro_batch_num": "parallel_config.micro_batch_num"}
+_BY_TOKEN = "calculate_per_token_loss"
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
 _YARN = ("plugins", "yarn")
 _NORMS = ("input_layernorm", "pre_mlp_layernorm", *(f"self_attention.{kind}_layernorm" for kind in ("q", "k", "kv")))
@@ -335,37 +330,24 @@ def _trainer(view: View, found: Findings) -> None:
     for key, owner in _REPLACED.items():
         value = view.get(("train_dataset", key))
         if value is not None and value != view.get(tuple(owner.split("."))):
-            found.error(
-                ("train_dataset", key),
-                f"MindFormers overwrites this key with {owner}",
-                f"write {owner}",
-                rule="dataset_overwritten",
-            )
+            wrong, right = f"MindFormers overwrites this key with {owner}", f"write {owner}"
+            found.error(("train_dataset", key), wrong, right, rule="dataset_overwritten")
+    _by_token(view, found)
     _background_save(view, found)
     sink = view.flag((*RUNNER, "sink_mode"), True)
     level = view.get(("context", "dataset_broadcast_opt_level"))
-    if not view.flag(("use_legacy",), True) and view.number(("micro_batch_interleave_num",), 1) > 1:
-        found.error(
-            ("micro_batch_interleave_num",),
-            "MindFormers does not support this setting in graph mode",
-            "write 1",
-            rule="micro_interleave",
-        )
+    interleaved, sliced = ("micro_batch_interleave_num",), ("recompute_config", "recompute_slice_activation")
+    unsupported = "MindFormers does not support this setting in graph mode"
+    if not view.flag(("use_legacy",), True) and view.number(interleaved, 1) > 1:
+        found.error(interleaved, unsupported, "write 1", rule="micro_interleave")
     if view.flag(("use_legacy",), True):
         wrong = "MindFormers' default is the legacy models, among which there is no TeleChat3"
         found.error(("use_legacy",), wrong, "write use_legacy: False")
-    if view.flag(("recompute_config", "recompute_slice_activation")):
-        path = ("recompute_config", "recompute_slice_activation")
-        found.error(
-            path, "MindFormers does not support this setting in graph mode", "write False", rule="slice_activation"
-        )
+    if view.flag(sliced):
+        found.error(sliced, unsupported, "write False", rule="slice_activation")
     if type(level) is int and level > 0 and not sink:
-        found.error(
-            (*RUNNER, "sink_mode"),
-            f"dataset_broadcast_opt_level {level} works only with sink mode",
-            "write True",
-            rule="broadcast_sink",
-        )
+        wrong = f"dataset_broadcast_opt_level {level} works only with sink mode"
+        found.error((*RUNNER, "sink_mode"), wrong, "write True", rule="broadcast_sink")
     if view.parallel and view.megatron and not view.on_cpu and not view.ramp.stages:  # which has a rule of its own
         if type(level) is int and level < 3:
             path = ("context", "dataset_broadcast_opt_level")
@@ -373,6 +355,20 @@ def _trainer(view: View, found: Findings) -> None:
         elif level is None and not view.get(_SPEED_UP):
             wrong = "dataset_broadcast_opt_level is missing, but the Megatron loader needs 3"
             found.error(("context",), wrong, "write dataset_broadcast_opt_level: 3", rule="broadcast_level")
+
+
+def _by_token(view: View, found: Findings) -> None:
+    """Check `calculate_per_token_loss`, with which a step's loss is divided by its tokens. MindFormers' cells that add
+    up the results of micro-batches return at most five, and the model then has six, but five with zero_bubble_v.
+    """
+    chosen = view.flag((_BY_TOKEN,))
+    for section in (MODEL, ("runner_wrapper",)):
+        if view.flag((*section, _BY_TOKEN), chosen) != chosen:
+            wrong = f"the model gets the recipe's top-level {_BY_TOKEN} instead, which is {chosen}"
+            found.error((*section, _BY_TOKEN), wrong, "write this key only at the top level", rule="by_token")
+    if chosen and view.parallel and (view.accumulation > 1 or view.pp > 1) and view.scheduler != "zero_bubble_v":
+        wrong = "MindFormers cannot add up these losses of several micro-batches, and the run ends while it compiles"
+        found.error((_BY_TOKEN,), wrong, "write False", rule="by_token_summed")
 
 
 def _background_save(view: View, found: Findings) -> None:

@@ -36,6 +36,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
     _rounded_queries(view, built, found)
+    _masked_means(view, found)
     _dealt_samples(view, built, found)
     _documents_of_mtp(view, built, found)
     _groups_of_experts(view, built, found)
@@ -101,13 +102,25 @@ def _rounded_queries(view: View, built: Built, found: Findings) -> None:
         found.note((*MODEL, "compute_dtype"), wrong, f"see {_PAGE}", rule="rounded_queries")
 
 
+def _masked_means(view: View, found: Findings) -> None:
+    """Note that micro-batches weigh alike if their numbers of tokens that count in the loss differ."""
+    path = (*LOADER, "config", "eod_mask_loss") if view.megatron else (*LOADER, "type")
+    masked = view.flag(path) if view.megatron else view.get(path) == "HFDataLoader"
+    if masked and view.micro_batches * view.accumulation > 1 and not view.flag(("calculate_per_token_loss",)):
+        wrong = (
+            "micro-batches have different numbers of tokens that count in the loss, but MindFormers averages their "
+            "mean losses, so that the loss depends on which samples share a micro-batch"
+        )
+        found.note(path, wrong, f"see {_PAGE}", rule="masked_mean")
+
+
 def _dealt_samples(view: View, built: Built, found: Findings) -> None:
     """Report losses that depend on which samples `plugins.attention_balance` puts together."""
     if view.get(("plugins", "attention_balance")) in (None, False):
         return
     reasons = []
-    masked, whole = view.flag((*LOADER, "config", "eod_mask_loss")), built.fields.get("calculate_per_token_loss")
-    if masked and not whole and view.micro_batches * view.accumulation > 1:
+    masked, by_token = view.flag((*LOADER, "config", "eod_mask_loss")), view.flag(("calculate_per_token_loss",))
+    if masked and not by_token and view.micro_batches * view.accumulation > 1:
         reasons.append(
             "with eod_mask_loss micro-batches have different numbers of tokens, but their mean losses are averaged"
         )

@@ -27,7 +27,7 @@ def check_muon(view: View, built: Built, found: Findings) -> None:
     if built.fields.get("multi_latent_attention") is not True:
         wrong = "Muon handles only the weights of multi-latent attention"
         found.error(_KIND, wrong, "write AdamW, or use a model with multi_latent_attention: True", rule="muon_latent")
-    if built.fields.get("mla_qkv_concat"):
+    elif built.fields.get("mla_qkv_concat"):
         wrong = "Muon would orthogonalize the fused projections as one matrix, and QK-clip would not find them"
         found.error((*MODEL, "mla_qkv_concat"), wrong, "write False", rule="muon_parts")
     if short_dtype(built.fields.get("params_dtype"), "fp32") != "fp32":

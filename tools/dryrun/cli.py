@@ -19,7 +19,7 @@ from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
 from tools.dryrun.compiles import compile_all, refusal_of
-from tools.dryrun.plan import plan_jobs, resized, without_files
+from tools.dryrun.plan import plan_jobs, resizing, without_files
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.render import draw, render
 from tools.dryrun.report import loads_asked, report_of
@@ -157,7 +157,7 @@ def dryrun(
         raise click.UsageError("--quick chooses ranks and micro-batches itself: leave out --ranks and --micro-batches")
     require_verified()
     reserve = require_memory(measured, recipe, partial(click.echo, err=True)).reserve if measured else 0
-    loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
+    loaded, sets = _sized(recipe, overrides, devices)
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if said := modelled(loaded):
@@ -177,7 +177,7 @@ def dryrun(
     lines: dict[int, TimeLine] = {}
     report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
     if any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"]):
-        words = advice(loaded, report["stages"][0]["memory"]["limit"], overrides)
+        words = advice(loaded, report["stages"][0]["memory"]["limit"], sets, measured)
         report["problems"].append(f"context.max_device_memory: {words}")
     if picture:
         draw(report, picture)
@@ -189,13 +189,21 @@ def dryrun(
     sys.exit(1 if _tell(report, proof, as_json) else 0)
 
 
+def _sized(path: Path, overrides: Sequence[str], devices: int | None) -> tuple[Recipe, list[str]]:
+    """Return the recipe for the devices, and the texts of `--set` that make it of its file."""
+    written = apply_overrides(load_recipe(path), overrides)
+    sizes = resizing(written, devices)
+    return without_files(apply_overrides(written, sizes)), [*overrides, *sizes]
+
+
 _SHOWN = 3  # changes of each sort
 
 
-def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = ()) -> str:
+def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = (), measured: Path | None = None) -> str:
     """Return one line of text that names the single changes with which a recipe fits into `limit` bytes, and the memory
     that it needs with other changes. The changes are those that `tc3 memory --explain-oom` proposes and `tc3 check`
-    does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named.
+    does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named, as
+    is the bundle of `--measured`; of several texts for one key the last one counts.
     """
     room, times = (
         Room(limit, "context.max_device_memory", known_errors().margin),
@@ -210,8 +218,10 @@ def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = ()) -> str:
     short = [one for one in found if one.fit != FITS]
     words = f"fits by the memory model: {_named(enough)}" if enough else "no single change fits by the memory model"
     rest = f"; not enough by itself: {_named(short)}" if short else ""
-    sets = "".join(f" --set {shlex.quote(one)}" for one in overrides)
-    return f"{words}{rest}; tc3 memory {recipe.source}{sets} --explain-oom has their keys and costs, and pairs"
+    sets = {one.partition("=")[0].strip(): f"--set {shlex.quote(one)}" for one in overrides}
+    options = [*sets.values(), *([f"--measured {shlex.quote(str(measured))}"] if measured else []), "--explain-oom"]
+    command = f"tc3 memory {shlex.quote(recipe.source)} {' '.join(options)}"
+    return f"{words}{rest}; {command} has their keys and costs, and pairs"
 
 
 def _named(changes: Sequence[Proposal]) -> str:

@@ -187,8 +187,13 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     Raises:
         RecipeError: the other degrees do not divide the devices.
     """
+    return apply_overrides(recipe, resizing(recipe, devices))
+
+
+def resizing(recipe: Recipe, devices: int | None) -> list[str]:
+    """Return the changes of `resized` as texts of `--set`; the function raises the same errors as `resized`."""
     if devices is None:
-        return recipe
+        return []
     view = View(recipe)
     other = view.tp * view.pp * view.cp
     if devices % other:
@@ -202,7 +207,7 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
         wanted = [[dp, *row[1:]] if isinstance(row, list) and row else row for row in rows]
         if wanted != rows:
             changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
-    return apply_overrides(recipe, changes)
+    return changes
 
 
 def without_files(recipe: Recipe) -> Recipe:

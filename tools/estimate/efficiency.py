@@ -197,6 +197,14 @@ def known_error(hardware: Hardware) -> KnownError | None:
     return known if known.groups > 1 else None
 
 
+def error_lines(hardware: Hardware) -> list[str]:
+    """Return lines of text that state the known errors of predicted step times on a cluster, also for newer software;
+    if they are unknown, the line says so.
+    """
+    known, newer = known_error(hardware), newer_error(hardware)
+    return [f"step times: {known.words if known else UNKNOWN}", *([newer.words] if newer else [])]
+
+
 @lru_cache(maxsize=64)
 def _say_other_version(file: str, version: str) -> None:
     """Print once on stderr that the efficiencies of a cluster file may have been fitted to an older model of time. The

@@ -227,16 +227,16 @@ def shards_gradients(view: View) -> bool:
     return view.flag(GRADIENTS) if level is None else level == "level2"
 
 
-def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
+def compiles_sharded_gradients(pp: int, lazy_inline: bool = True, micro_steps: int = 1) -> bool:
     """Return whether MindSpore 2.9.0 is known to compile a layout with sharded gradients to the end (see
-    docs/memory.md).
+    docs/memory.md). `micro_steps` is the number of micro-batches whose gradients are accumulated without a pipeline.
 
-    In a pipeline MindSpore searches along every path of a subgraph for the number of the micro-batch, if the subgraph
-    does not state this number. The number of paths grows exponentially with the layers, and with three layers the
+    With several micro-batches MindSpore searches along every path of a subgraph for the number of the micro-batch, if
+    the subgraph does not state this number. The number of paths grows exponentially with the operators, and the
     compile does not end. Without lazy inline the operators state the number of their micro-batch, and no endless
     compile was seen.
     """
-    return pp == 1 or not lazy_inline
+    return (pp == 1 and micro_steps == 1) or not lazy_inline
 
 
 def _shard_size(view: View) -> int:

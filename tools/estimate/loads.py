@@ -192,9 +192,9 @@ def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
         RecipeError: the run has no experts, or a number in `text` is out of range or impossible for the run.
         DataError: see `read_loads`.
     """
-    if not config.model.experts:
-        raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
     sizes = len(moe_layers(config)), config.ep
+    if not config.model.experts or not sizes[0]:
+        raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
     word, _, number = text.partition(":")
     if text == "even":
         return EVEN
@@ -203,7 +203,7 @@ def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
             PUBLISHED_SPREAD, *sizes, "loads drawn with the spread of two published runs with natural routing"
         )
     if text == "trained":
-        return trained(family_of(config), len(moe_layers(config)), config.model.experts, config.ep)
+        return trained(family_of(config), sizes[0], config.model.experts, config.ep)
     if word == "spread" and not Path(text).exists():
         return spread(_number(number, _SPREAD, "--loads spread"), *sizes)
     if is_number(text) and not Path(text).exists():

@@ -98,7 +98,7 @@ class StepTime:
     @property
     def by_part(self) -> dict[str, float]:
         """Return the seconds of a step on the slowest stage, divided into `PARTS`, which add up to the whole step."""
-        waiting = self.pipeline - sum(self.parts.values())
+        waiting = max(0.0, self.pipeline - sum(self.parts.values()))  # of one stage a rounding error would be left
         send = min(self.sending, waiting)
         return {
             "compute": sum(self.parts[part] for part in _COMPUTE),

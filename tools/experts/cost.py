@@ -23,8 +23,8 @@ from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from plugins.errors import RecipeError
 from tools.check.check import new_errors
-from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
 from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.efficiency import error_lines, known_error
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP
 from tools.estimate.time_model import require_step_time
@@ -127,11 +127,9 @@ def print_text(advices: Sequence[Advice], source: str, console: Console, asked: 
             for line in lines(what_if(advice, asked)):
                 console.print(line)
     console.print()
-    known = known_error(first.hardware)
     console.print(f"{NOTE}; {assumptions(first)}")
-    console.print(f"step times: {known.words if known else UNKNOWN}")
-    if newer := newer_error(first.hardware):
-        console.print(newer.words)
+    for line in error_lines(first.hardware):
+        console.print(line)
     console.print(
         "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
     )

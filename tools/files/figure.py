@@ -5,6 +5,7 @@ new file has the same bytes as the old file.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def svg_text(figure: Any) -> str:
 def _save(figure: Any, target: Any, form: str) -> None:
     import matplotlib
 
+    _read_dollars_as_text(figure)
     # element ids are random and files dated by default
     with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
         figure.savefig(target, format=form, metadata={"Date": None} if form == "svg" else None, dpi=120)
+
+
+def _read_dollars_as_text(figure: Any) -> None:
+    """Escape the dollar signs in the texts of a figure, such as names of runs, because matplotlib would read the text
+    between two of them as a formula. Matplotlib's own labels of logarithmic axes stay formulas.
+    """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FixedFormatter, FuncFormatter
+
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        given = axis.get_major_formatter()
+        if isinstance(given, FixedFormatter | FuncFormatter):
+            axis.set_major_formatter(FuncFormatter(lambda value, at, given=given: _escaped(given(value, at))))
+    for text in figure.findobj(Text):
+        if not text.get_text().startswith(r"$\mathdefault"):
+            text.set_text(_escaped(text.get_text()))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(?<!\\)\$", r"\\$", text)

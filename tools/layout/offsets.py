@@ -91,6 +91,14 @@ def read_layout(path: Path) -> LayoutFile:
     return LayoutFile(**content)
 
 
+def layout_at(path: Path) -> LayoutFile | None:
+    """Return the content of a layout file; return None if there is no layout file, or if it cannot be read."""
+    try:
+        return read_layout(path) if is_layout_file(path) else None
+    except RecipeError:
+        return None
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return in words the differences between two sets of inputs of a layout file, such as "pp 8, was 4"."""
     names = [*now, *(name for name in before if name not in now)]

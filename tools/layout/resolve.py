@@ -24,6 +24,7 @@ another way. Recipes in recipes/ leave the two numbers out, because they follow 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -34,7 +35,8 @@ from plugins.errors import RecipeError
 from plugins.pipeline_layout import counts_of_offset, is_layout, layout_of, offset_of
 from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
-from tools.estimate.memory.room import known_errors, room_of
+from tools.estimate.memory.model import peak_memory
+from tools.estimate.memory.room import Room, known_errors, room_of
 from tools.estimate.time_model import TimeModel
 from tools.files.atomic import check_writable
 from tools.hardware import DEFAULT_HARDWARE
@@ -129,9 +131,18 @@ class NothingFits(RecipeError):
     """This error means that no layout of the recipe's layers fits within the memory limit."""
 
 
-def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
+def make_layout(
+    recipe: Recipe,
+    cluster: str,
+    budget: Budget,
+    seed: int = 0,
+    margin: float | None = None,
+    before: LayoutFile | None = None,
+) -> LayoutFile:
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
-    read. The memory limit is reduced by `margin`, whose default is the known error of the memory model.
+    read. The memory limit is reduced by `margin`, whose default is the known error of the memory model. The function
+    returns `before`, a layout that an earlier search found, if `before` is for the same run and cluster, fits into the
+    memory limit, and is faster.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -151,7 +162,10 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))
     from tools.layout.place import place  # a solver comes with it, which ranks and checks need not load
 
-    found = place(base, TimeModel(hardware), room.bytes, budget, seed)
+    times = TimeModel(hardware)
+    found = place(base, times, room.bytes, budget, seed)
+    if before and before.cluster == cluster and _seconds(even, before, times, room) < found.step_s * (1 - _LESS):
+        return before
     if found.configuration is None:
         smaller = "; tc3 search layout --memory-margin takes a smaller one" if room.margin else ""
         raise NothingFits(
@@ -171,6 +185,22 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     }
     offset = offset_of([list(row) for row in laid.layers])
     return LayoutFile(digest_of(inputs), inputs, cluster, offset, full, select, again, predicted)
+
+
+_LESS = 1e-6  # relative: two layouts are equally fast
+
+
+def _seconds(even: Recipe, layout: LayoutFile, times: TimeModel, room: Room) -> float:
+    """Return the predicted seconds of a step with a layout; return infinity if the layout is not for this run, or does
+    not fit.
+    """
+    laid = copy.deepcopy(even)
+    try:
+        put(laid, file_values(even, layout))
+    except (RecipeError, *_BROKEN):
+        return math.inf
+    config = from_recipe(laid)
+    return times.step(config, simulated=True).total if peak_memory(config) <= room.bytes else math.inf
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:

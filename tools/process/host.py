@@ -140,7 +140,8 @@ def compress(cores: Iterable[int]) -> str:
 
 
 DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
-_HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
+_HOST = re.compile(r"[A-Za-z0-9]([\w.-]*\w)?\.?")
+_DOTTED = re.compile(r"[0-9]+(\.[0-9]+)+")  # an address or a slip, never a name
 _LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>[0-9]+))?")
 _DIGITS = 4  # of the number of workers of a host
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
@@ -148,7 +149,8 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is HOST or HOST
-    SLOTS, and `#` starts a comment; a host without SLOTS has `each` workers.
+    SLOTS, and `#` starts a comment; a host without SLOTS has `each` workers. IPv6 addresses lose their brackets,
+    because ssh and msrun take none, and names lose a dot at their end.
 
     Raises:
         ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
@@ -161,11 +163,12 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
         if not (text := line.split("#")[0].strip()):
             continue
         match = _LINE.fullmatch(text)
-        if not match or not _HOST.fullmatch(match["host"]) or (match["slots"] and not match["slots"].strip("0")):
-            raise ClusterError(f"{path}:{number}: each line must be HOST or HOST SLOTS (node0 8), not {text!r}")
+        if not match or not (name := _name(match["host"])) or (match["slots"] and not match["slots"].strip("0")):
+            wrong = f"each line must be HOST or HOST SLOTS (node0 8), not {text!r}{_hint(text)}"
+            raise ClusterError(f"{path}:{number}: {wrong}")
         if len(match["slots"] or "") > _DIGITS:
             raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")
-        host, here = match["host"], int(match["slots"] or each)
+        host, here = name, int(match["slots"] or each)
         if line_before := seen.get(usual_form(host)):
             raise ClusterError(f"{path}:{number}: {host} is already named in line {line_before}")
         if slots and here != slots:
@@ -179,6 +182,25 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     if not hosts:
         raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
     return hosts, slots
+
+
+def _name(word: str) -> str | None:
+    """Return the host that a word of a hosts file names; None if the word is no host's name or address."""
+    if ":" not in word and not _DOTTED.fullmatch(word):
+        return word.removesuffix(".") if _HOST.fullmatch(word) else None
+    try:
+        return None if "%" in word else str(ip_address(word[1:-1] if word[0] + word[-1] == "[]" else word))
+    except ValueError:
+        return None
+
+
+def _hint(text: str) -> str:
+    """Return what a user may have meant by a line of a hosts file that is not understood; "" if nothing is known."""
+    if "[" in text and ":" not in text:
+        return f"; write one host on each line: scontrol show hostnames '{text.split()[0]}' lists them"
+    if ":" in text and "%" not in text:
+        return "; leave out the port, and write the number of workers after a blank"
+    return ""
 
 
 def usual_form(host: str) -> str:

@@ -119,6 +119,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("slow ranks", "; ".join(status.slow_ranks) or None),
         ("routers", _routers(status)),
         ("failures", _failures(status)),
+        ("metrics", status.left_out or None),
     ]
     return [(name, text) for name, text in found if text is not None]
 
@@ -173,9 +174,11 @@ def _checkpoint(status: Status) -> str:
 
 
 def _failures(status: Status) -> str | None:
-    if status.failures is None:
+    if status.failures is None and not status.untold:
         return None
-    return f"{status.failures}" + (f", the last: {status.last_failure}" if status.last_failure else "")
+    which = f"attempt{'s' * (len(status.untold) > 1)} {', '.join(map(str, status.untold))}"
+    known = f"unknown (no record says how {which} ended)" if status.untold else f"{status.failures}"
+    return known + (f", the last: {status.last_failure}" if status.last_failure else "")
 
 
 def table(status: Status) -> Table:
@@ -276,8 +279,10 @@ class Exporter:
         gauge("state", "1 for the current state of the run", 1, state=status.state)
         if status.phase:
             gauge("phase", "1 for the current phase of the workers", 1, phase=status.phase)
-        gauge("slow_ranks", "Ranks that are slower than their peers", len(status.slow_ranks))
-        gauge("router_alarms", "Alarms about routers that are still active", len(status.router_alarms))
+        if status.probed_ranks:
+            gauge("slow_ranks", "Ranks that are slower than their peers", len(status.slow_ranks))
+        if status.fullest_expert is not None:
+            gauge("router_alarms", "Alarms about routers that are still active", len(status.router_alarms))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from tools.files.atomic import last_lines
+from tools.files.locks import is_left
 from tools.runs.attempts import FOLDER, STOPPED, TOLD, Attempt, End
 from tools.runs.readings import Run
 
@@ -161,10 +162,16 @@ def has_failed(attempt: Attempt) -> bool:
 
 
 def untold(run: Run) -> list[int]:
-    """Return the numbers of earlier attempts for which no file records how they ended, for example because of a power
-    cut.
+    """Return the numbers of the attempts for which no file records how they ended, for example because of a power cut.
+    The newest attempt is one of them only if the process that started it on this host is gone.
     """
-    return [one.number for one in run.attempts[:-1] if one.plan and not one.ends and one.verdict is None]
+    newest = run.attempts[-1:] if is_left(run.folder) else []  # else it may still go on
+    return [one.number for one in [*run.attempts[:-1], *newest] if is_untold(one)]
+
+
+def is_untold(attempt: Attempt) -> bool:
+    """Return whether no file records how an attempt that was planned ended, or whether it has ended."""
+    return attempt.plan is not None and not attempt.ends and attempt.verdict is None
 
 
 def failure_of(attempt: Attempt) -> Failure:
@@ -186,6 +193,8 @@ def failure_of(attempt: Attempt) -> Failure:
     rank = verdict.rank if verdict and verdict.rank is not None else end.rank
     log = _log_of(attempt, end, rank)
     found = diagnose(last_lines(log) if log else [])
+    if found.name == UNKNOWN and (told := diagnose([end.message])).name != UNKNOWN and not told.victim:
+        found = told  # a full disk has no room for the end of a log
     others = [one for one in attempt.ends.values() if one.host != host and one.outcome == "failed"]
     fell = {one.host: _victim(attempt, one) for one in others}
     fell |= {name: "told to end" for name in (verdict.victims if verdict else []) if name not in fell}
@@ -225,3 +234,14 @@ def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
     name = log.stem.split("_")[-1]
     rank = int(name) if name.isdecimal() else None
     return Failure(number, time, None, rank, message="by its log alone", found=said[log], log=log, victims=victims)
+
+
+def in_words(failure: Failure | None) -> str | None:
+    """Return in words who failed, what and where; then what was wrong, in the words of the log or of who saw it."""
+    if failure is None:
+        return None
+    rank = "" if failure.rank is None else f"worker {failure.rank}"
+    who = ", ".join(part for part in (failure.host or "", rank) if part) or "nobody knows who"
+    what = f"attempt {failure.attempt}: {who}, {failure.name}" + (f", step {failure.step}" if failure.step else "")
+    said = failure.message or "; ".join(failure.found.lines)
+    return f"{what}: {said}" if said else what

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from plugins.lines import Span
@@ -114,6 +115,14 @@ class Ledger:
 def micro(seconds: float) -> int:
     """Return a number of seconds as whole microseconds."""
     return round(seconds * 1_000_000)
+
+
+def missing(metrics: Path) -> str:
+    """Return a sentence if the file with the losses of a run is missing, although other ranks have written theirs: of
+    the steps of this run nothing is known. Return "" if nothing is missing.
+    """
+    others = not metrics.exists() and any(metrics.parent.glob("rank_*.jsonl"))
+    return f"{metrics}, which holds the losses of the run, is missing, so that its steps are unknown" * others
 
 
 def ledger(run: Run) -> Ledger | str:

@@ -16,6 +16,7 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware.load import Hardware
 from tools.layout.resolve import resolve
 from tools.measured import Bundle, measured_cluster
+from tools.runs.places import tokens_of
 from tools.runs.study import Beside, Study
 
 SLOWER = 1.25  # times the predicted seconds: more than that is worth a look (assumed; predictions are some 7 % off)
@@ -44,6 +45,11 @@ def beside(found: Study, hardware: Hardware) -> Study:
             found,
             notes=[*found.notes, f"the run has no {what}, so that it cannot be compared with the measured cluster"],
         )
+    tokens = next((part.tokens for part in reversed(found.run.parts) if part.usual()), None)
+    wanted = tokens_of(found.run.recipe)  # other than the steps', as in an early stage of a batch that grows
+    if tokens and wanted and tokens != wanted:
+        words = f"the run's last known steps have {tokens:,} tokens, and those of its recipe have {wanted:,}"
+        return replace(found, notes=[*found.notes, f"{words}, so that they cannot be compared with the prediction"])
     try:
         config = from_recipe(resolve(found.run.recipe, layout="file"))
         predicted = TimeModel(hardware).step(config, simulated=True).total

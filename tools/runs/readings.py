@@ -99,10 +99,10 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return all readings in the metrics file of one rank; return empty readings if the file does not exist."""
+    """Return all readings in the metrics file of one rank, without digests of samples; empty if there is no file."""
     readings = Readings()
-    for record in Follower(file).new_records():
-        readings.add(record)
+    for record in Follower(file).records():
+        readings.add({name: value for name, value in record.items() if name != "samples"})
     return readings
 
 
@@ -188,15 +188,11 @@ class Follower:
         self.newest = Newest()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return the records that were added since the last call; a line that is not JSON (the last line of a killed
-        run) is left out.
-        """
+        """Return the records added since the last call; a line that is not JSON, as of a killed run, is left out."""
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield one by one the records that were added since the last call, so that files larger than memory can be
-        read.
-        """
+        """Yield one by one the records added since the last call, so that files larger than memory can be read."""
         if not self.file.exists():
             return
         with self.file.open("rb") as lines:
@@ -211,15 +207,19 @@ class Follower:
 
 
 class Steps(Follower):
-    """A `Steps` reads the new lines of a metrics file at each call; lines that do not have the expected form are left
-    out and listed in `faults`.
-
-    Such lines (a text in place of a number, a negative or future time) would lead to wrong tables that look right.
+    """A `Steps` reads the new lines of a metrics file at each call; lines that do not have the expected form, which
+    would lead to wrong tables that look right, are left out and listed in `faults`.
     """
 
     def __init__(self, file: Path):
         super().__init__(file)
         self.faults: list[str] = []
+
+    @property
+    def left_out(self) -> str:
+        """Return in words how many lines were left out, and why the first was; return "" if none was left out."""
+        count, more = len(self.faults), f", and {len(self.faults) - 1} more" * (len(self.faults) > 1)
+        return f"{count} record{'s' * (count > 1)} left out ({self.faults[0]}{more})" if count else ""
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records that were added to the metrics file since the last call and have the expected form."""
@@ -485,8 +485,7 @@ def read_parts(
     for part, unit in zip(parts, units, strict=True):
         part.unit = unit or first
     if steps.faults and notes is not None:
-        count, more = len(steps.faults), f", and {len(steps.faults) - 1} more" * (len(steps.faults) > 1)
-        notes.append(f"{file}: {count} record{'s' * (count > 1)} left out ({steps.faults[0]}{more})")
+        notes.append(f"{file}: {steps.left_out}")
     kept = [part for part in parts if len(part)]
     empty = [at for at, part in enumerate(parts) if not len(part) and part.attempt not in planned]
     if (numbering.unsure or empty) and len(parts) > 1 and notes is not None:

@@ -22,9 +22,9 @@ from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.failures import Failure, failures, has_failed, untold
-from tools.runs.goodput import Frame, Ledger, ledger
+from tools.runs.goodput import Frame, Ledger, ledger, missing
 from tools.runs.places import END, translated
-from tools.runs.readings import Evaluation, Part, Run, load_run, perplexity, read_evaluations
+from tools.runs.readings import Evaluation, Part, Run, load_run, metrics_of, perplexity, read_evaluations
 from tools.runs.slow import Slow, slow_of
 
 # Steps of a run whose loss or global norm jumps far above the steps before, or is not finite.
@@ -276,7 +276,7 @@ def study(folder: Path) -> Study:
         DataError: as in `load_run`.
     """
     run = load_run(folder)
-    time = ledger(run)
+    time = missing(metrics_of(folder, run.recipe)) or ledger(run)
     failed = failures(run)
     known = time if isinstance(time, Ledger) else None
     running = sum(frame.end - frame.begin for frame in known.frames) / SECOND if known else 0.0

@@ -22,7 +22,8 @@ from tools.files.atomic import real_path
 from tools.files.locks import is_left
 from tools.recipe.view import View
 from tools.runs.attempts import PLAN, Attempt, Plan, numbers, of_the_run, read, read_attempt, recipe_file
-from tools.runs.failures import Failure, failure_of, has_failed
+from tools.runs.failures import Failure, failure_of, has_failed, in_words, is_untold
+from tools.runs.goodput import missing
 from tools.runs.places import END, Numbering, begin_of, begins_anew, tokens_of
 from tools.runs.readings import (
     USUAL_OF,
@@ -41,7 +42,6 @@ from tools.runs.slow import Probes
 from tools.runs.study import GOES_ON, JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
-#
 # Only sums are held. When an attempt begins before steps that were made, the file is read again from its start, once.
 
 Sink = Callable[[dict[str, Any]], None]
@@ -242,7 +242,9 @@ class Status:
     scale does not count. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean
     over the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no
     token in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in
-    the newest step, and `stage_end` is the last step with the same number.
+    the newest step, and `stage_end` is the last step with the same number. The field `untold` lists the attempts of
+    which no record says how they ended; the number of failures is then unknown. The field `probed_ranks` is the number
+    of ranks that the straggler probes can compare, and `left_out` says which lines of the steps could not be read.
     """
 
     run: str
@@ -274,6 +276,9 @@ class Status:
     not_finite: list[str] = field(default_factory=list)
     step_samples: int | None = None
     stage_end: int | None = None
+    untold: list[int] = field(default_factory=list)
+    probed_ranks: int | None = None
+    left_out: str = ""
 
     @property
     def over(self) -> int | None:
@@ -313,6 +318,7 @@ class Watch:
         self.before: Attempt | None = None  # the attempt before that one
         self.first: float | None = None  # the first attempt's plan
         self.failed: list[int] = []  # attempts that failed, of those that are over
+        self.lost: list[int] = []  # earlier attempts of which no record says how they ended
         self.last_failure: Failure | None = None
         self.told: tuple[int, int, bool] | None = None  # what was known when it was judged
         self.sign: float | None = None
@@ -364,14 +370,14 @@ class Watch:
 
     def _attempts(self) -> None:
         """Read the newest attempt, and read older attempts once more after they have ended."""
-        found = numbers(self.folder)
         newest = self.attempt.number if self.attempt else -1
-        for attempt in (one for one in found if one >= newest):
+        for attempt in (one for one in numbers(self.folder) if one >= newest):
             fresh = read_attempt(self.folder, attempt)
             before = self.before if attempt == newest else self.attempt
             if before and fresh not in of_the_run([before, fresh]):
                 self.attempt = before  # also where the launch had not been refused yet at the last look
                 continue
+            self.lost += [before.number] if before and attempt > newest and is_untold(before) else []
             self.before, self.attempt = before, fresh
             if self.first is None and self.attempt.plan:
                 self.first = self.attempt.plan.time
@@ -413,10 +419,13 @@ class Watch:
         beat = min(attempt.beats.values(), key=lambda one: (one.step, one.since), default=None) if attempt else None
         running = beat if attempt and not attempt.ends else None
         loss, (saved, whole) = kept.last.get("loss"), self._checkpoint()
-        known = wall is not None and kept.seconds <= _CLOCKS * wall and not self.untold
+        state, slow = self._state(), self.probes.look()
+        lost = self.lost + ([attempt.number] if attempt and state == "unfinished" and is_untold(attempt) else [])
+        gone = missing(kept.file)
+        known = wall is not None and kept.seconds <= _CLOCKS * wall and not (self.untold or gone)
         return Status(
             run=real_path(self.folder).name,
-            state=self._state(),
+            state=state,
             attempt=attempt.number if attempt else None,
             hosts=len(attempt.plan.hosts) if attempt and attempt.plan else None,
             phase=running.phase if running else None,
@@ -431,9 +440,12 @@ class Watch:
             wall_seconds=wall,
             checkpoint_step=saved,
             checkpoint_age=max(0.0, self.sign - whole) if whole is not None and self.sign is not None else None,
-            failures=len(self.failed) if attempt else None,
-            last_failure=_in_words(self.last_failure),
-            slow_ranks=self.probes.look().slow,
+            failures=len(self.failed) if attempt and not lost else None,
+            last_failure=in_words(self.last_failure),
+            slow_ranks=slow.slow,
+            probed_ranks=slow.compared or None,
+            untold=lost,
+            left_out=gone or kept.follower.left_out,
             last_sign=self.sign,
             quiet=time.monotonic() - self.changed,
             not_finite=_not_finite(kept.last),
@@ -450,8 +462,7 @@ class Watch:
 
     def _held_out(self) -> dict[str, Any]:
         """Return the newest held-out losses, those that are finite."""
-        one = self.evaluation
-        if one is None:
+        if (one := self.evaluation) is None:
             return {}
         corpora = {name: loss for name, loss in one.corpora.items() if math.isfinite(loss)}
         loss = one.loss if math.isfinite(one.loss) else None
@@ -487,14 +498,3 @@ def routers_of(record: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError):
         return {}
     return {"fullest_expert": fullest, "fullest_layer": layer, "idle_experts": idle, "router_alarms": alarms}
-
-
-def _in_words(failure: Failure | None) -> str | None:
-    """Return who, what and where; then what was wrong, in the words of the log or of who saw it."""
-    if failure is None:
-        return None
-    rank = "" if failure.rank is None else f"worker {failure.rank}"
-    who = ", ".join(part for part in (failure.host or "", rank) if part) or "nobody knows who"
-    what = f"attempt {failure.attempt}: {who}, {failure.name}" + (f", step {failure.step}" if failure.step else "")
-    said = failure.message or "; ".join(failure.found.lines)
-    return f"{what}: {said}" if said else what

@@ -275,10 +275,10 @@ class _Axes:
             yield words, mode != MODES.index("deduplicated")
         yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
         whole = self.along("shard") != SHARDS.index("gradients")
-        words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
-        yield words, whole | np.bool_(compiles_sharded_gradients(pp))
-        words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
+        words = "shard: gradients of several micro-batches, which MindSpore does not finish compiling"
         accumulates = (request.global_batch // (dp * mbs) > 1) & np.bool_(pp == 1)
+        yield words, whole | (np.bool_(compiles_sharded_gradients(pp)) & ~accumulates)
+        words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
         all_weights, experts = without_copies(dp, tp, cp, ep, request.base.model.experts)
         yield words, (self.along("shard") == 0) | ~(accumulates & (experts | np.bool_(all_weights)))
         if request.base.muon:

@@ -16,12 +16,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.efficiency import error_lines, known_error
 from tools.files.atomic import check_writable, keep_existing, real_path, write_atomically
 from tools.files.figure import check_ending
-from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware import DEFAULT_HARDWARE, Hardware
 from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance
-from tools.layout.offsets import LayoutFile, is_layout_file, path_of, write_layout
+from tools.layout.offsets import LayoutFile, is_layout_file, layout_at, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.process.waiting import Progressing
 from tools.ranges import Number
@@ -83,9 +85,10 @@ def layout(
 
     A recipe whose model.model_config.offset is `auto` reads the written layout file at every launch. The command
     ignores the recipe's own offset and recompute tables; it uses the recipe's degrees, batch, schedule and memory
-    limit, so the layout file must be made anew when these change. Predicted memory stays under the limit by a margin,
-    by default the estimator's known error. With the same effort the layout is the same on every machine, unless the
-    time limit ends the search, which the output then says.
+    limit, so the layout file must be made anew when these change. If the file exists and holds a faster layout for the
+    same run and cluster, it is kept. Predicted memory stays under the limit by a margin, by default the estimator's
+    known error. With the same effort the layout is the same on every machine, unless the time limit ends the search,
+    which the output then says.
 
     Exit codes: 0 a layout was found; 1 no layout fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
@@ -96,10 +99,11 @@ def layout(
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
     check_writable(path)
+    before = layout_at(path)
     budget = Budget(effort_within(effort, EFFORT, time_limit), time_limit)
     with interruptible(budget), Progressing(f"searching for a layout, effort {budget.effort:g}"):
         try:
-            found = make_layout(loaded, cluster, budget, seed, memory_margin)
+            found = make_layout(loaded, cluster, budget, seed, memory_margin, before)
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
@@ -107,13 +111,18 @@ def layout(
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     words += ["--seed", str(seed)] if seed else []
     words += [word for item in overrides for word in ("--set", item)]
-    write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
+    if found is not before:
+        write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
     text = layout_text(loaded, found)
+    hardware = find_cluster(cluster)
     if as_json:
-        click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
+        known = known_error(hardware)
+        more = {"layout": text, "path": str(path), "known_step_errors": known.as_json() if known else None}
+        click.echo(json.dumps({**asdict(found), **more}))
     else:
-        _print(found, text)
-    click.echo(f"written: {path}", err=True)
+        _print(found, text, hardware)
+    kept = "kept, because this search found no faster layout" if found is before else "written"
+    click.echo(f"{kept}: {path}", err=True)
     if real_path(path) != real_path(own):
         click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
     elif look(loaded, OFFSET) != AUTO:
@@ -121,7 +130,7 @@ def layout(
     tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
 
 
-def _print(found: LayoutFile, text: str | None) -> None:
+def _print(found: LayoutFile, text: str | None, hardware: Hardware) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     predicted = found.predicted
     gap = 1 - predicted["bound_s"] / predicted["step_s"]
@@ -134,6 +143,8 @@ def _print(found: LayoutFile, text: str | None) -> None:
     lines["fits"] = f"so near to the limit {predicted['fits']} published runs would have"
     for name, value in lines.items():
         console.print(f"{name:<22} {value}")
+    for line in error_lines(hardware):
+        console.print(line)
 
 
 # of the time limit: starting Python and HiGHS's last look at the clock

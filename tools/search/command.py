@@ -393,7 +393,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
     """Drop what does not compile or fit of the best asked for, and of the next ones until one does: under the loads, if
     some were asked for. Ctrl-C keeps what is not tried yet.
     """
-    from tools.search.ranking.run import renumber
+    from tools.search.ranking.uneven import renumbered
     from tools.search.ranking.verify import Verdict, verify
 
     judged = {id(one.config): one.judged for one in found.uneven if one.numbered}
@@ -423,7 +423,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         verify(recipe, tried, found.to_verify, found.request, told, full, loads=loads)
     except KeyboardInterrupt:
         found.whole = False
-    renumber(found)
+    found.uneven = renumbered(found.uneven, [entry.config for entry in found.entries])
 
 
 def _tell(
@@ -450,7 +450,7 @@ def _tell(
         console.width = max(console.width, _WIDTH)
         print_text(found, times, console)
         if others.every:
-            print_schedules(others, found.entries[0], times, console)
+            print_schedules(others, found, times, console)
     if not found.entries:
         return
     if found.unverified:

@@ -125,9 +125,10 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
     """
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
+    # other commands, such as `tc3 check` and `tc3 ep-report`, take the node from the recipe, whatever the dispatch
+    if view.node != site.node and (config.model.experts or config.tp > view.node):
+        values[NODE] = site.node
     if config.model.experts and config.ep > 1 and (plugged or config.ep_mode != "global"):
-        if view.node != site.node:
-            values[NODE] = site.node
         hardware = (*DISPATCH, "hardware")
         # the chunks that `auto` stands for depend on the cluster
         if plugged and CHUNKS in unresolved(view.recipe) and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:

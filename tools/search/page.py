@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.estimate.time_model import TimeModel
+from tools.estimate.time_model import PARTS, TimeModel
 from tools.files import page as markup
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.hardware.units import GIB
@@ -21,7 +21,7 @@ from tools.pipeline.simulate import Durations, draw_timeline, simulate
 from tools.search.candidates import RECOMPUTE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
-from tools.search.ranking.run import PARTS, Entry, Found
+from tools.search.ranking.run import Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
 from tools.search.ranking.uneven import TABLES
 from tools.search.report import HEADS, LEFT, STAGES, assumptions, lost, more_stages, reasons, stage_rows, table_rows

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import UNKNOWN, known_error, newer_error
+from tools.estimate.efficiency import error_lines
 from tools.estimate.memory.room import LEFT_OUT, known_errors
-from tools.estimate.time_model import TimeModel
+from tools.estimate.time_model import PARTS, TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import LATE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
-from tools.search.ranking.run import Entry, Found, why_faster
+from tools.search.ranking.run import Entry, Found
 from tools.search.ranking.uneven import HEADS as UNEVEN
 from tools.search.ranking.uneven import TABLES, lowered
 from tools.search.ranking.uneven import words as uneven_words
@@ -115,6 +115,8 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
+        elif _same_run(found.own, entries[0]):
+            lines.append("1 is the recipe's own layout: no faster one was found")
         elif found.own.seconds > entries[0].seconds:
             lines.append(f"1 before the recipe's own by {why_faster(entries[0], found.own)}")
         else:
@@ -128,6 +130,27 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
             room = f"needs more than the allowed memory: {found.request.room_words}"
             lines.append(f"the recipe's own mesh was not placed anew: it breaks a rule or a limit, or {room}")
     return lines
+
+
+def _same_run(first: Entry, second: Entry) -> bool:
+    one, two = first.config, second.config
+    return first.candidate == second.candidate and (one.layers, one.recompute) == (two.layers, two.recompute)
+
+
+def why_faster(first: Entry, second: Entry) -> str:
+    """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
+    the first layout is faster come before parts in which it is slower.
+    """
+    saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
+    least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
+    gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
+    costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
+    words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]
+    paid = [f"{-saved[name]:.2f} s more {PARTS[name]}" for name in costs]
+    total = f"{second.seconds - first.seconds:.2f} s per step"
+    if not words:
+        return f"{total}: the same within a hundredth"
+    return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
 
 
 def placed_words(found: Found) -> str:
@@ -209,14 +232,12 @@ def memory_words(request: Request) -> list[str]:
 def assumptions(found: Found, times: TimeModel) -> list[str]:
     """Return lines that list the data and the assumptions behind the results of a search."""
     request, hardware = found.request, times.hardware
-    known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
     lines = [
         *memory_words(request),
         "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
         "exposed is communication that nothing hides; data stalls are taken as zero",
-        f"step times: {known.words if known else UNKNOWN}",
-        *([newer.words] if (newer := newer_error(hardware)) else []),
+        *error_lines(hardware),
     ]
     if assumed:
         lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
@@ -356,15 +377,29 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[s
     return table
 
 
-SCHEDULE_HEADS = ("schedule", "layout", "recompute", "step s", "to 1", "GiB", "bubble", "MindFormers 1.9.0")
+SCHEDULE_HEADS = (
+    "schedule",
+    "layout",
+    "recompute",
+    "step s",
+    "to 1",
+    "not under",
+    "GiB",
+    "bubble",
+    "MindFormers 1.9.0",
+)
 _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
-def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
-    """Print the table of pipeline schedules, and the cost of swapping activations for the layout `first`."""
+def print_schedules(found: BySchedule, of_1f1b: Found, times: TimeModel, console: Console) -> None:
+    """Print the table of pipeline schedules, and the cost of swapping activations for the best layout of 1F1B."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
-    console.print(_table(SCHEDULE_HEADS, rows_of(found, first), _LEFT))
-    for line in swap_words(first.config, times):
+    console.print(_table(SCHEDULE_HEADS, rows_of(found, of_1f1b.entries[0], of_1f1b.least), _LEFT))
+    console.print(
+        "not under: by the estimator no layout of the schedule takes fewer seconds; -: no such bound is known",
+        style="dim",
+    )
+    for line in swap_words(of_1f1b.entries[0].config, times):
         console.print(f"- {line}")
 
 
@@ -378,11 +413,11 @@ def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuratio
     return one.entry.config, path, [*notes(own), f"{words}{found.entries[0].seconds:.2f} s."]
 
 
-def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
+def rows_of(found: BySchedule, first: Entry, least: float) -> list[list[str]]:
     """Return a table row for the best layout of each pipeline schedule, the fastest first; `first` is the best layout
-    of (interleaved) 1F1B.
+    of (interleaved) 1F1B, and `least` the lower bound in seconds on all its layouts.
     """
-    own = Scheduled(first.config.schedule, first, "")
+    own = Scheduled(first.config.schedule, first, "", least=least)
     timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
     rows = [
         [
@@ -391,10 +426,11 @@ def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
             entry.recompute,
             f"{entry.seconds:.2f}",
             f"{100 * (entry.seconds / first.seconds - 1):+.1f} %",
+            f"{one.least:.2f}" if one.least else "-",
             f"{entry.peak / GIB:.1f}",
             f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
             one.runs,
         ]
         for entry, one in sorted(timed, key=lambda pair: pair[0].seconds)
     ]
-    return rows + [[one.schedule, one.why, "", "", "", "", "", one.runs] for one in found.every if not one.entry]
+    return rows + [[one.schedule, one.why, "", "", "", "", "", "", one.runs] for one in found.every if not one.entry]

@@ -222,6 +222,7 @@ def test_a_node_finds_its_line_by_its_name_or_address(monkeypatch, tmp_path, nam
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.example")
     monkeypatch.setattr(cli.psutil, "net_if_addrs", lambda: {"eth0": addresses})
     assert cli.own_host(["node6", name], None, tmp_path) == name
+    assert cli.own_host(["node6", name], name.upper(), tmp_path) == name
 
 
 @pytest.mark.parametrize("words", [("auto",), ("D",), ("D", "auto"), ("auto", "D", "D")])

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.agent.decide import Rules, Smaller, _of_all_hosts, next_hosts
+from launch.run.failure import OF_LOGS
 from plugins.spike_guard.plan import NO_MORE
 from tests.launch.agent.ends import A, B, C, attempt, end, judge, told
 from tools.runs.attempts import Beat, End, Verdict
@@ -172,9 +173,10 @@ def failures(count, *, cause="signal", host=B, steps=(), starts=None, **more):
     return [*(replace(each, verdict=judge(each)) for each in found[:-1]), found[-1]]
 
 
-def test_the_host_that_fills_the_shared_disk_is_not_left_out():
+@pytest.mark.parametrize(("phase", "words"), [("save", ""), ("step", f" (0 bytes are free {OF_LOGS})")])
+def test_the_host_that_fills_the_shared_disk_is_not_left_out(phase, words):
     """Rank 0 writes most, and was named each time; after three failures a spare took its place, on the same disk."""
-    full = {"phase": "save", "code": 1, "message": "OSError: [Errno 28] No space left on device"}
+    full = {"phase": phase, "code": 1, "message": f"OSError: [Errno 28] No space left on device{words}"}
     made = [attempt(end(A, 100, "exit", **full), told(B), number=number, spares=[C]) for number in range(3)]
     made = [*(replace(each, verdict=judge(each)) for each in made[:2]), made[2]]
     said = judge(made[2], made[:2], Rules(restarts=9, same_step=9))

@@ -210,8 +210,36 @@ def test_a_restart_that_cannot_be_planned_is_the_end_of_the_run(tmp_path, monkey
 def test_hosts_that_never_come_are_given_up_at_every_attempt(tmp_path, number):
     both = {"hosts": ("here", "there"), "nodes": 2, "patience": 0.5}
     here = Agent(replace(job(tmp_path, 5), **both))
-    with pytest.raises(TC3Error, match=f"attempt {number} cannot start: only here joined within 0.5 s, but"):
+    with pytest.raises(TC3Error, match=f"attempt {number} cannot start: only here joined within 0.5 s, but") as error:
         here.run(number)
+    assert str(error.value).endswith(f"start tc3 agent, with this run folder ({tmp_path}), on there")
+
+
+def test_who_waits_for_a_plan_that_takes_long_does_not_give_up(tmp_path):
+    """The planner reads a whole checkpoint, of terabytes; the others left after their patience, and named themselves as
+    too few.
+    """
+    both = {"hosts": ("here", "there"), "nodes": 2, "patience": 1.5, "lost_after": 2.0}
+
+    def choose():
+        time.sleep(4.0)
+        raise CheckpointError("no checkpoint is whole")
+
+    with ThreadPoolExecutor(2) as pool:
+        agents = [Agent(replace(job(tmp_path, 0), host=host, choose=choose, **both)) for host in both["hosts"]]
+        outcomes = [pool.submit(agent.run, 0) for agent in agents]
+        said = sorted(str(each.exception() or each.result().failure.message) for each in outcomes)
+    assert said == ["no checkpoint is whole"] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_agent_that_reads_a_checkpoint_for_its_plan(tmp_path, number):
+    def choose():
+        signal.raise_signal(number)
+        time.sleep(5.0)
+        raise CheckpointError("the signal did not end it")
+
+    assert Agent(job(tmp_path, 0, choose=choose)).run(0).code == 128 + number
 
 
 @pytest.mark.slow
@@ -428,3 +456,13 @@ def test_whether_fewer_hosts_can_go_on_is_asked_for_the_step_of_the_present_batc
     monkeypatch.setattr(loop, "smaller", lambda recipe, hosts, slots, step: asked.append(step))
     Agent(job(tmp_path, 0))._can(["here"])
     assert asked == [done]
+
+
+def test_an_agent_that_joins_a_long_run_reads_only_its_newest_steps(tmp_path, monkeypatch):
+    """It held the records of all steps in memory, with the digests of their samples."""
+    monkeypatch.setattr(loop, "RECENT", 2_000)
+    metrics = tmp_path / "metrics" / "rank_0.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text("".join(json.dumps({"step": step, "seconds": float(step)}) + "\n" for step in range(1, 1001)))
+    seen = Agent(job(tmp_path, 0)).limits.seen["step"]
+    assert seen[-1] == 1000.0 and 900 < seen[0] < 1000

@@ -16,6 +16,7 @@ from launch.agent.part import Part, command_of
 from launch.agent.phases import Limits
 from launch.agent.planning import Job, Planning, first_number, follow
 from launch.resume import data
+from launch.resume.checkpoints import take_stock
 from launch.run.supervise import Outcome
 from launch.train import build_config
 from plugins.errors import CheckpointError
@@ -309,6 +310,16 @@ def test_a_branch_leaves_behind_what_was_saved_before_it_and_nothing_of_its_own(
     own = run.save(branch, 16)
     follow(replace(a.job, host=B), branch)  # who was held up
     assert own.exists()
+
+
+def test_a_resume_that_nobody_named_leaves_nothing_behind(run):
+    """The newest checkpoint was out of reach for a moment, and the attempt went on from the one before it."""
+    first = run.plan(run.agent(A), 0)
+    taken, later = run.save(first, 8), run.save(first, 12)
+    run.fail(first, "signal")
+    write(folder_of(run.folder, 1) / "plan.json", replace(run.plan(run.agent(A), 1), resume=str(taken), step=8))
+    take_stock(run.folder, run.saves)
+    assert iterations(run.saves) == [later, taken]
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import io
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from launch.agent.part import last_words
+from launch.run import failure as failure_module
 from launch.run import summary as progress
 from launch.run.failure import Failure, worker_failure
 from launch.run.summary import (
@@ -285,6 +287,23 @@ def test_a_recorded_failure_of_a_collective(failed):
     assert failure.error == "RuntimeError: Launch kernel failed, name:Default/AllReduce-op62"
     assert last_words(failure) == f"worker 1 failed with exit code 1: {failure.error}"
     assert "plugins/cpu_backend/model.py" in failure.lines[0] and failure.lines[-1] == failure.error
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_a_log_that_a_full_disk_cut_off_within_the_traceback_says_so(failed, monkeypatch, capsys, free):
+    """It said `failed with exit code 1: Traceback (most recent call last):`, and nothing of the disk."""
+    monkeypatch.setattr(failure_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    full = ": No space left on device (0 bytes are free on the disk of the logs)" if not free else ""
+    found = failed(1, STEP, *FRAMES[:4], '  File "/mi')
+    assert found.error == f"its log ends within a traceback{full}" and ("make room" in found.mend) is (not free)
+    assert ("No space left" in failed(1, STEP).error) is (not free), "nor could a traceback begin"
+    assert failed(1, STEP, *SHAPES).error.startswith("ValueError: For 'MatMul'"), "the log has its end"
+    complain(found, " after step 13")
+    assert capsys.readouterr().err.startswith(f"tc3: worker 1 failed with exit code 1 after step 13: {found.error}\n")
+
+
+def test_a_signal_without_a_name_is_a_number(failed):
+    assert failed(-40).message == "worker 1 was ended by signal 40"
 
 
 @pytest.mark.parametrize(("code", "mend"), [(-signal.SIGKILL, "memory"), (-signal.SIGTERM, "another one")])

@@ -155,6 +155,29 @@ def test_fewer_copies_that_leave_a_device_fuller_do_not_take_their_place():
     assert kept.tolist() == [[2, 0]]
 
 
+@given(cases(), st.sampled_from([0.0, 0.01, 0.2]), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_copies_are_exchanged_only_by_the_gate(case, gate, random):
+    """What is there stays, unless more copies are better by the gate, or fewer are not worse by it."""
+    loads, slots, devices, spare = case
+    before = loads.copy() if random.random() < 0.3 else loads + np.array([random.randrange(200) for _ in loads])
+    there, nothing = planned(before, slots, devices, spare), none(1, devices, spare)[0]
+    wanted = planned(loads * PARTS, slots, devices, spare, gate)
+    now, best, without = (fullest(loads * PARTS, slots, each, devices) for each in (there, wanted, nothing))
+    if best == without or without - best < gate * without:
+        wanted, best = nothing, without
+    least = gate * max(now, best)
+    if (wanted != NOTHING).sum() < (there != NOTHING).sum():
+        stays = best > now and best - now >= least
+    else:
+        stays = not (best < now and now - best >= least)
+    given_ = {"stayed": np.array([True]), "step": 1}
+    found = next_copies(
+        Settings(spare=spare, gate=gate), loads[None].astype(float), slots[None], there[None], devices, **given_
+    )
+    assert np.array_equal(found[0], there if stays else wanted)
+
+
 def test_even_loads_need_no_copies_and_lose_those_there_are():
     even = np.full((1, 8), 100)
     assert (decided(even, decided(SKEWED, none(1, 4, 1))) == NOTHING).all()
@@ -190,6 +213,24 @@ def test_a_state_is_no_worse_than_moves_alone_but_for_the_gate_and_the_next_one_
         assert (np.array_equal(again[0], homes) and np.array_equal(again[1], copies)) or fullest(
             loads * PARTS, again[0][0], again[1][0], devices
         ) <= (1 - gate) * after
+
+
+@given(cases(), st.sampled_from([0.0, 0.01, 0.2]))
+@settings(max_examples=100)
+def test_homes_stay_unless_other_homes_are_better_by_the_gate(case, gate):
+    loads, slots, devices, spare = case
+    wanted, start, predicted = Settings(spare=spare, gate=gate), none(1, devices, spare), loads[None].astype(float)
+    parts = divided(loads * PARTS, devices, spare)[None] / PARTS
+    homes = [slots[None], *(next_placements(wanted, each, slots[None], devices, step=3) for each in (predicted, parts))]
+    stayed = [np.array([np.array_equal(each[0], slots)]) for each in homes]
+    plans = [
+        (each, next_copies(wanted, predicted, each, start, devices, stayed=same, step=3))
+        for each, same in zip(homes, stayed, strict=True)
+    ]
+    after = [fullest(loads * PARTS, each[0], copies[0], devices) for each, copies in plans]
+    expected = plans[after.index(min(after)) if after[0] - min(after) >= gate * after[0] else 0]
+    found = next_state(wanted, predicted, slots[None], start, devices, step=3)
+    assert all(map(np.array_equal, found, expected))
 
 
 def test_homes_are_planned_with_their_copies_in_mind():

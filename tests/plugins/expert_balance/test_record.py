@@ -18,6 +18,7 @@ from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 
 SLOTS = np.array([[0, 1, 2, 3], [3, 2, 1, 0]])
+MOVED = {"slots": SLOTS.tolist(), "experts": 0, "bytes": 0, "plan_s": 0.5, "move_s": 0.25}
 
 
 def record(step: int, moved: Moved | None = None, devices: int = 2) -> Record:
@@ -99,10 +100,14 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
         ({"tokens": [[1, 2], [1, 2, 3, 4]]}, "not a record"),
         ({"tokens": [[1, 2, 3, 10**30], [1, 2, 3, 4]]}, "not a record"),
         ({"devices": 3}, "do not divide"),
+        ({"nodes": 0}, "0 nodes do not divide 2 devices"),
+        ({"nodes": 4}, "4 nodes do not divide 2 devices"),
         ({"micro_batch": []}, "for 2 layers"),
+        ({"step": 2**63}, "not an integer of 64 bits"),
         ({"step": None}, "not a record"),
         ({"moved": {"slots": SLOTS.tolist()}}, "not a record"),
         ({"moved": {}}, "the key slots is missing"),
+        ({"moved": {**MOVED, "copies": [[2, -1], [3, -1]]}}, "device 0 has an expert twice"),
         ({"moved": False}, "not a record"),
     ],
 )
@@ -205,6 +210,9 @@ def test_records_of_another_global_batch_are_put_aside(tmp_path):
     records, missing = carry_over(file, file, 6, FORM, lambda step: 2 * PAIRS)
     assert records == [] and "the steps have another global batch than those of this run" in missing
     assert not file.exists() and len(read(file.with_name("expert_load_until_step_6.jsonl"))) == 12
+    other = recorded(tmp_path / "other", range(1, 7))
+    rounded = carry_over(other, tmp_path / "rounded", 6, FORM, lambda step: PAIRS * (1 + 1e-6))
+    assert len(rounded[0]) == 6 and rounded[1] == "", "the loads are counted in float32"
     file = recorded(tmp_path, range(7, 10))
     records, missing = carry_over(file, file, 8, FORM, pairs)
     assert [each.step for each in records] == [7, 8] and missing == "", "the run before knew no more than these"

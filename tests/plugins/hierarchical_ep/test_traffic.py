@@ -146,6 +146,17 @@ def test_expected_steps_have_the_shape_of_planned_ones(mode):
         for ours, planned in zip(expected_steps(mode, topology, 4, 2, 8, 4), planned_steps(plan, 8, 4), strict=True):
             for name in ("name", "stream", "inter_peers", "intra_peers"):
                 assert getattr(ours, name) == getattr(planned, name)
+            if topology.nodes > 1 and topology.devices_per_node > 1:
+                assert ours.stream == ("both" if mode == "global" else ours.name.split(".")[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_expected_bytes_grow_with_the_tokens_also_where_less_than_one_copy_is_expected(mode):
+    few, many = (expected_steps(mode, Topology(2, 4, 32), tokens, 2, 16, 2, 1.5) for tokens in (0.125, 1024))
+    for one, other in zip(few, many, strict=True):
+        for link in ("inter", "intra"):
+            sizes = [getattr(each, f"{link}_bytes") - getattr(each, f"{link}_forward_only") for each in (one, other)]
+            assert sizes[0] * 8192 == pytest.approx(sizes[1])
 
 
 def test_skew_multiplies_what_the_busiest_rank_receives():

@@ -27,9 +27,6 @@ CALLS = [
 ]
 
 
-SHARDED = ("use_parallel=True", "parallel.parallel_mode=1", "parallel_config.model_parallel=2")
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     """The compiles that were asked for; each rank reports a sum and a gather behind it."""
@@ -44,15 +41,21 @@ def compiled(monkeypatch):
     return plans
 
 
-def left(run_dir, recipe=TP2, calls=CALLS):
+def left(run_dir, recipe=TP2):
     """A run's folder as a training of two ranks leaves it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     dump_recipe(load_recipe(recipe), run_dir / "recipe.yaml")
     for rank in range(2):
-        file = calls_file(run_dir, rank)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"step": 1, "calls": calls, "places": {made_up_name((0, 1)): rank}}))
+        recorded(run_dir, rank)
     return run_dir
+
+
+def recorded(run_dir, rank, calls=CALLS, places=None):
+    """Write what a rank of a run recorded."""
+    file = calls_file(run_dir, rank)
+    file.parent.mkdir(exist_ok=True)
+    places = {made_up_name((0, 1)): rank} if places is None else places
+    file.write_text(json.dumps({"step": 1, "calls": calls, "places": places}))
 
 
 def invoke(*words):
@@ -81,7 +84,7 @@ def test_equal_calls_of_all_ranks_end_with_0(tmp_path, compiled):
 )
 def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_path, compiled):
     folder = left(tmp_path / "run")
-    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls, "places": {made_up_name((0, 1)): 1}}))
+    recorded(folder, 1, calls)
     result = invoke(folder, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -95,8 +98,7 @@ def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_pat
 def test_a_rank_that_cut_another_slice_of_the_weights_is_named(tmp_path, compiled):
     """All its collectives are as reported: with the optimizer sharded it gathers what it should not have."""
     folder = left(tmp_path / "run")
-    wrong = {"step": 1, "calls": CALLS, "places": {made_up_name((0, 1)): 0, "2-77": 1}}
-    calls_file(folder, 1).write_text(json.dumps(wrong))
+    recorded(folder, 1, places={made_up_name((0, 1)): 0, "2-77": 1})
     result = invoke(folder)
     assert result.exit_code == 1
     line = "  cuts weights as place 0 of ranks 0, 1, of which it is place 1"
@@ -134,7 +136,7 @@ def test_a_recipe_is_trained_and_every_rank_of_it_compiled_with_all_micro_batche
         left(run_dir)
         dump_recipe(flat, run_dir / "recipe.yaml")
         for rank in range(View(flat).devices):
-            calls_file(run_dir, rank).write_text(json.dumps({"step": 1, "calls": CALLS, "places": {}}))
+            recorded(run_dir, rank, places={})
 
     monkeypatch.setattr(collectives, "launch", launch)
     result = invoke(recipe, "--keep", tmp_path / "kept", "--set", "runner_config.epochs=1")
@@ -155,35 +157,12 @@ def test_runs_of_one_recipe_share_their_compiles(tmp_path):
     assert str(tmp_path) not in json.dumps(first)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "words"),
-    [
-        ("pretrain", (), "parallel.parallel_mode: 1"),
-        ("pretrain_dp2", (), "parallel.parallel_mode: 1"),
-        ("pretrain_tp2", ("use_parallel=False",), "one process"),
-        ("pretrain_tp3", (), "pretrain_tp3.yaml"),
-        ("finetune", SHARDED, "give the pretraining recipe of the same model"),
-    ],
-)
-def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
-    words_of_sets = [word for override in overrides for word in ("--set", override)]
-    result = invoke(ROOT / "recipes" / "mini" / f"{recipe}.yaml", *words_of_sets)
-    assert isinstance(result.exception, RecipeError) and words in str(result.exception), result.output
-
-
 def test_a_mistyped_folder_is_said_to_be_missing(tmp_path, compiled):
     folder = left(tmp_path / "mini_tp2")
     text = str(invoke(tmp_path / "mini_tp").exception)
     assert text.startswith(f"{tmp_path / 'mini_tp'}: there is neither a recipe nor the folder of a run at this path")
     assert f"did you mean '{folder}'?" in text
     assert "neither a recipe nor" in str(invoke(tmp_path / "none" / "run").exception)
-
-
-def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "mine").touch()
-    result = invoke(TP2, "--keep", tmp_path / "kept")
-    assert isinstance(result.exception, RecipeError) and "not empty" in str(result.exception)
 
 
 def test_records_of_two_trainings_are_not_compared(tmp_path, compiled):
@@ -209,9 +188,15 @@ def test_a_step_of_fewer_samples_is_not_compared_with_the_full_batch(step, code,
     assert len(compiled) == (code == 0)
 
 
-def test_a_ramp_is_left_out_of_the_training(tmp_path, monkeypatch):
-    trained = []
-    monkeypatch.setattr(collectives, "launch", lambda flat, run_dir: trained.append(flat))
+@pytest.fixture
+def trained(monkeypatch):
+    """The recipes that would be trained."""
+    flat = []
+    monkeypatch.setattr(collectives, "launch", lambda recipe, run_dir: flat.append(recipe))
+    return flat
+
+
+def test_a_ramp_is_left_out_of_the_training(tmp_path, trained):
     recipe = load_recipe(TP2)
     recipe["plugins"]["batch_ramp"] = {"stages": [[2, 4]]}
     collectives.train(recipe, tmp_path)
@@ -226,9 +211,7 @@ def test_a_run_whose_task_has_no_data_of_its_own_is_compared(tmp_path, compiled)
     assert invoke(run_dir).exit_code == 0
 
 
-def test_a_recipe_need_not_name_callbacks(tmp_path, monkeypatch):
-    trained = []
-    monkeypatch.setattr(collectives, "launch", lambda flat, run_dir: trained.append(flat))
+def test_a_recipe_need_not_name_callbacks(tmp_path, trained):
     recipe = load_recipe(TP2)
     del recipe["callbacks"]
     recipe["train_dataset"]["data_loader"]["config"].update(pad=1, split="969, 30, 1", valid_data_path=["a"])
@@ -281,8 +264,7 @@ def test_a_record_with_a_value_of_a_wrong_type_is_refused(path, tmp_path):
 
 def test_a_place_that_only_one_rank_recorded_is_not_called_equal(tmp_path, compiled):
     folder = left(tmp_path / "run")
-    file = calls_file(folder, 1)
-    file.write_text(json.dumps({"step": 1, "calls": CALLS, "places": {}}))
+    recorded(folder, 1, places={})
     result = invoke(folder)
     assert result.exit_code == 2
     assert result.stdout.startswith("unknown: the record of rank 1 lacks its place in the group of ranks 0, 1")

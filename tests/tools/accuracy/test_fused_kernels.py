@@ -277,7 +277,6 @@ def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
 
 
 def test_a_kernel_whose_results_are_all_nan_is_unknown():
-    """NaN is equal to NaN, so that nothing was compared and all was within tolerance."""
     kind = TensorType("Float32", (4, 8))
     steps = Step("Neg", kind, (("input", 0),)), Step("Sqrt", kind, (("step", 0),))
     kernel = Kernel((kind,), steps, (1,))
@@ -286,7 +285,6 @@ def test_a_kernel_whose_results_are_all_nan_is_unknown():
 
 
 def test_a_graph_without_a_fused_kernel_is_unknown(tmp_path):
-    """It said that the others were within tolerance, of which there were none."""
     file = tmp_path / "graph.ir"
     file.write_text(text_of([]))
     done = run_command(file)

@@ -42,6 +42,36 @@ def said(recipe, key, severity="error"):
     return [each.wrong for each in found if each.key == dotted((*MODEL, key)) and each.severity == severity]
 
 
+BY_TOKEN = "calculate_per_token_loss"
+
+
+@pytest.mark.parametrize("section", [MODEL, ("runner_wrapper",)])
+def test_a_loss_by_tokens_is_chosen_at_the_top_level_only(section):
+    """MindFormers gives the top-level value to the model, whatever its own section says."""
+    key = dotted((*section, BY_TOKEN))
+    alone = findings(change(SEMI, ((*section, BY_TOKEN), True)))[key]
+    assert "which is False" in alone.wrong and "base_trainer.py" in alone.source
+    assert key not in findings(change(SEMI, ((*section, BY_TOKEN), True), ((BY_TOKEN,), True)))
+    assert key in findings(change(SEMI, ((*section, BY_TOKEN), False), ((BY_TOKEN,), True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ([], True),
+        ([*INTERLEAVED, *ZBV], False),
+        ([((*PARALLEL, "pipeline_stage"), 1)], False),
+        ([((*PARALLEL, "pipeline_stage"), 1), (("runner_config", "gradient_accumulation_steps"), 2)], True),
+    ],
+)
+def test_a_loss_by_tokens_is_refused_where_micro_batches_are_added_up(changes, refused):
+    """Executed with two steps of accumulation, and compiled with two stages: MindSpore's `Unstack` of one loss."""
+    found = findings(change(SEMI, ((BY_TOKEN,), True), *changes))
+    assert (BY_TOKEN in found) == refused
+    if refused:
+        assert "ends while it compiles" in found[BY_TOKEN].wrong and "wrapper.py" in found[BY_TOKEN].source
+
+
 @pytest.fixture
 def startable():
     """A recipe that MindFormers' relocation starts with: four experts a device, and no checkpoints."""

@@ -133,6 +133,29 @@ def test_packed_conversations_have_no_mtp_across_documents():
     assert MTP not in findings(load_recipe(ROOT / "recipes/mini/finetune.yaml"), "note")
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ([(MASKED, True)], True),
+        ([], False),  # all tokens count
+        ([(MASKED, True), ((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0)], False),  # one micro-batch
+    ],
+)
+def test_means_of_micro_batches_that_count_unequally(changes, told):
+    found = findings(change(SEMI, *changes), "note")
+    assert (dotted(MASKED) in found) == told
+    if told:
+        assert "which samples share a micro-batch" in found[dotted(MASKED)].wrong
+        assert "loss_func.py" in found[dotted(MASKED)].source
+
+
+def test_means_of_micro_batches_of_conversations():
+    kind = "train_dataset.data_loader.type"
+    finetune = ROOT / "recipes/telechat3_105b/finetune_4k.yaml"
+    assert kind in findings(load_recipe(finetune), "note")
+    assert kind not in findings(load_recipe(ROOT / "recipes/mini/finetune.yaml"), "note")  # one micro-batch
+
+
 GROUPS, CHOSEN, BIAS = ((*MODEL, key) for key in ("n_group", "topk_group", "moe_router_enable_expert_bias"))
 TWO_OF_FOUR = [(GROUPS, 4), (CHOSEN, 2)]
 

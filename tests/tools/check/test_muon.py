@@ -63,6 +63,12 @@ def test_what_muon_refuses_once_it_is_built_is_refused_before(changes, key, word
         assert words in found[key].wrong and re.search(r"(muon|gpt_model)\.py:", found[key].source)
 
 
+def test_a_model_without_latent_attention_is_not_told_of_projections_that_it_lacks():
+    changes = ((*MODEL, "multi_latent_attention"), False), ((*MODEL, "mla_qkv_concat"), True)
+    found = findings(change(SEMI, (("optimizer",), MUON), *changes))
+    assert not [finding for finding in found.values() if "as one matrix" in finding.wrong]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

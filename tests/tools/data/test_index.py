@@ -69,6 +69,9 @@ def test_what_is_written_is_read(
     assert [reader[i].tolist() for i in range(len(reader))] == documents
     assert reader.tokens == sum(map(len, documents))
     assert np.concatenate(list(reader.blocks(7))).tolist() == [i for d in documents for i in d]
+    assert reader.some().tolist() == [i for d in documents for i in d], "a small corpus is read whole"
+    ends, last = [d[-1] for d in documents], reader.last().tolist()
+    assert last == ends if len(ends) <= 16 else (last[0], last[-1], len(last)) == (ends[0], ends[-1], 16)
 
 
 def test_offsets_are_right_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +266,10 @@ def test_a_learnable_corpus_has_ids_of_the_whole_vocabulary(tmp_path):
     assert set((np.diff(ids) % 131_071).tolist()) == {1, 2, 3, 17}
 
 
-@pytest.mark.parametrize(("weights", "samples"), [((0.3, 7, 0.1, 0.2, 10, 1, 2, 1, 0.1, 0.3), 278), ((1,) * 900, 9000)])
+@pytest.mark.parametrize(
+    ("weights", "samples"),
+    [((0.3, 7, 0.1, 0.2, 10, 1, 2, 1, 0.1, 0.3), 278), ((1,) * 900, 9000), ((0.9, 0.1), 2)],
+)
 def test_samples_are_dealt_as_mindformers_deals_them(weights, samples, monkeypatch):
     """It divides weights by their sum twice, which moves a sample; hundreds of corpora took minutes."""
     where, number = np.zeros(samples, np.int16), np.zeros(samples, np.int64)
@@ -274,6 +280,12 @@ def test_samples_are_dealt_as_mindformers_deals_them(weights, samples, monkeypat
     read, began = Corpora(tuple(taken), tuple(shares_of(weights)), 1, 0), time.process_time()
     assert read.too_small(samples) is None and read.spare(samples - 1, 1) == 1
     assert time.process_time() - began < 2
+
+
+def test_corpora_without_weights_are_read_once_also_without_a_further_token():
+    assert Corpora((100, 57), None, 10, 0).held(400) == [10, 5]
+    assert Corpora((100, 57), None, 10, 1).held(400) == [9, 5]
+    assert Corpora((100,), None, 10, 1).held(25) == [29], "three times"
 
 
 def test_further_numbers_of_samples_of_a_blend_are_dealt_at_once():

@@ -1,13 +1,16 @@
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -17,7 +20,7 @@ from plugins.errors import ClusterError, TC3Error
 from plugins.semi_auto_cpu import build
 from tests.forks import forked_compiles
 from tools.check import arithmetic
-from tools.dryrun import compiles
+from tools.dryrun import cli, compiles
 from tools.dryrun import rank as compiling
 from tools.dryrun.compiles import WORKER, compile_all
 from tools.dryrun.plan import Job, resized, without_files
@@ -27,6 +30,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import update_memory
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
@@ -116,6 +120,19 @@ def test_other_numbers_of_devices_change_the_data_parallel_degree():
     recipe = resized(load_recipe(LARGE), 512)
     assert recipe["parallel_config"]["data_parallel"] == 8
     assert recipe["parallel"]["dataset_strategy"] == [[8, 1]] * 4
+
+
+def test_the_command_of_the_advice_is_of_the_compiled_devices(monkeypatch):
+    """Without the changes of --devices the named command changes the recipe's own number of devices."""
+    full = {"recipe": LARGE, "problems": [], "stages": [{"fit": "does not fit", "memory": {"limit": 1 << 34}}]}
+    monkeypatch.setattr(cli, "compile_all", lambda *_, **__: [])
+    monkeypatch.setattr(cli, "report_of", lambda *_: full)
+    monkeypatch.setattr(cli, "_tell", lambda report, *_: click.echo(report["problems"][0]))
+    said = run(LARGE, "--quick", "--set", "parallel_config.data_parallel=2", "--devices", "512").output
+    words = shlex.split(said.split("; tc3 memory ")[1].split(" has their keys")[0])
+    assert [words[0], words[-1]] == [LARGE, "--explain-oom"]
+    sets = [word for before, word in pairwise(words) if before == "--set"]
+    assert apply_overrides(load_recipe(LARGE), sets) == resized(load_recipe(LARGE), 512)
 
 
 def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_the_plan_of_a_first_hour_and_a_run_beside_it_say_what_a_search_says(tmp
     file = ROOT / f"recipes/telechat3_{model}/pretrain_4k.yaml"
     seconds = searched(load_recipe(file))
     assert plan_of(hour_of(file, tmp_path, None, planned=True), 3600)["predicted_step_s"] == seconds
-    run = SimpleNamespace(recipe=load_recipe(file), usual=lambda: seconds)
+    run = SimpleNamespace(recipe=load_recipe(file), usual=lambda: seconds, parts=[])
     study = Study(run, "", "", [], None, None, [], None)  # only the run is read
     assert beside(study, A2).beside.predicted == seconds
 

@@ -3,6 +3,7 @@
 import copy
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tools.estimate.memory.model import peak_memory
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.offsets import digest_of, even_layout, inputs_of, path_of, read_layout, write_layout
+from tools.layout.place import Placement
 from tools.layout.resolve import NothingFits, make_layout, resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -50,6 +52,21 @@ def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
     assert max(made.predicted["stage_gib"]) == pytest.approx(peak_memory(config) / GIB, abs=0.01)
     assert made.predicted["bound_s"] <= made.predicted["step_s"]
     assert resolve(resolved, said.append) == resolved and len(said) == 1, "resolved is resolved"
+
+
+def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch):
+    """With less effort, or after Ctrl-C, a slower layout took its place."""
+    step = 1.01 * made.predicted["step_s"]
+    monkeypatch.setattr(
+        "tools.layout.place.place", lambda config, *_: Placement(config, step, step, (GIB,) * config.pp)
+    )
+    again = partial(make_layout, load_recipe(LARGE), "atlas_800t_a2", Budget(1))
+    assert again(before=made) is made
+    assert again(before=made, margin=0.6) is not made  # it does not fit into so little memory
+    for other in (replace(made, cluster="h100"), replace(made, digest="0" * 16), replace(made, offset=[[0]])):
+        assert again(before=other).predicted["step_s"] == pytest.approx(step, abs=1e-4)
+    step *= 0.9
+    assert again(before=made) is not made
 
 
 def test_every_way_to_a_recipe_sees_the_same(made, tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.pipeline_search import judge
 from tests.tools.layout.pipeline_instances import CASE_438B, all_plans, instance, with_passes
+from tools.layout import optimise as optimising
 from tools.layout.anneal import Changes, anneal
 from tools.layout.budget import LATE, Budget, interruptible
 from tools.layout.fast import place_fast
@@ -66,6 +67,19 @@ def compare(problem, seconds=20.0):
 @pytest.mark.parametrize("numbers", SMALL)
 def test_no_plan_is_better(tmp_path, numbers):
     assert compare(instance(tmp_path, **numbers)).plan is not None
+
+
+def test_beside_a_start_neither_the_quick_placement_nor_the_bound_of_weighted_chains_is_computed_again(
+    tmp_path, monkeypatch
+):
+    problem = instance(tmp_path, counts=(3, 30), stages=8, chunks=2, micro_batches=16, cap=90.0, options=3)
+    asked, start = [], place_fast(problem)
+    for name, result in (("place_fast", start), ("weighted_bound", 0.0)):
+        monkeypatch.setattr(optimising, name, lambda *_, name=name, result=result: (asked.append(name), result)[1])
+    optimise(problem, Budget(0.02), start=start)
+    assert asked == []
+    optimise(problem, Budget(0.02))
+    assert asked == ["place_fast", "weighted_bound"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ SOURCES.md beside the outputs says whose they are.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.errors import ClusterError
 from tests.tools.process.roots import OUTPUTS, write
 from tools.process import host
 from tools.process.host import Root, compress, expand, shorten
@@ -192,3 +194,36 @@ def test_cores_near_each_npu():
 def test_every_output_has_its_source():
     named = (OUTPUTS / "SOURCES.md").read_text()
     assert [path.name for path in OUTPUTS.glob("*.txt") if f"`{path.name}`" not in named] == []
+
+
+def test_a_hosts_file_of_a_windows_editor_with_comments_and_addresses_of_ipv6(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_bytes(
+        b"\xef\xbb\xbf# rack 7\r\nnode-0.cluster. 4 # the first\r\n10.1.2.3\tslots=4\r\n[FD00:0::7] 4\r\nfe80::1 4"
+    )
+    assert host.read_hosts(file) == (["node-0.cluster", "10.1.2.3", "fd00::7", "fe80::1"], 4)
+
+
+@pytest.mark.parametrize(
+    "line, hint",
+    [
+        ("node0:8", "leave out the port"),
+        ("[fd00::7]:22 8", "leave out the port"),
+        ("node[0-3] 8", "scontrol show hostnames 'node[0-3]'"),
+        ("10.0.0.300", "HOST SLOTS"),
+        ("fe80::1%eth0", "HOST SLOTS"),
+    ],
+)
+def test_a_line_that_would_name_another_host_than_its_user_meant_is_refused(tmp_path, line, hint):
+    file = tmp_path / "hosts"
+    file.write_text(f"node9\n{line}\n")
+    with pytest.raises(ClusterError, match=rf"hosts:2: each line must be .*{re.escape(hint)}"):
+        host.read_hosts(file)
+
+
+def test_two_spellings_of_a_host_are_one_host(tmp_path):
+    file = tmp_path / "hosts"
+    for first, second in (("Node0.", "node0"), ("[fd00:0::7]", "fd00::7")):
+        file.write_text(f"{first}\n{second}\n")
+        with pytest.raises(ClusterError, match=r"hosts:2: .*is already named in line 1"):
+            host.read_hosts(file)

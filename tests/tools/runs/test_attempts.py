@@ -33,6 +33,7 @@ from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
+from tools.runs.places import tokens_of
 from tools.runs.readings import Follower, loss_in_words, perplexity, read_held_out, read_metrics
 from tools.runs.slow import slow_of
 from tools.runs.study import content, study
@@ -188,6 +189,8 @@ def test_a_resumed_part_replaces_what_it_repeats(metrics):
 def test_speed_is_the_median_without_the_compiling_step(metrics):
     append(metrics, header(9, start=4), step(5, seconds=50), step(6, seconds=1), step(7, seconds=2), step(8, seconds=9))
     assert read_metrics(metrics).tokens_per_second() == 50.0
+    append(metrics, {**step(9), "samples": ["0" * 64] * 8})
+    assert "samples" not in read_metrics(metrics).last, "a summary of months of steps needs no digests in memory"
 
 
 def test_the_speed_of_one_step_is_not_known(metrics):
@@ -265,7 +268,9 @@ def trained(folder):
     builder.done()
     recipe = load_recipe(R36)
     dump_recipe(recipe, folder / "recipe.yaml")
-    (folder / "metrics" / "rank_0.jsonl").rename(folder / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
+    metrics = folder / "metrics" / "rank_0.jsonl"
+    metrics.write_text(metrics.read_text().replace('"tokens": 1000', f'"tokens": {tokens_of(recipe)}'))
+    metrics.rename(folder / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
     return folder
 
 
@@ -298,6 +303,37 @@ def test_a_run_without_recipe_or_steps_says_so(found):
     assert none.beside is None and "the run has no recipe" in none.notes[-1]
     early = beside(replace(found, run=replace(found.run, parts=[])), hardware)
     assert early.beside is None and "the run has no usual step" in early.notes[-1]
+
+
+def test_a_run_whose_losses_are_missing_is_not_said_to_have_made_no_step(tmp_path):
+    """Its goodput was 0 %, and all of its time was spent on starting."""
+    folder = trained(tmp_path / "run")
+    (metrics,) = (folder / "metrics").glob("rank_*.jsonl")
+    metrics.rename(folder / "metrics" / "rank_0.jsonl")
+    (one,) = json.loads(CliRunner().invoke(runs, ["report", str(folder), "--json"]).stdout)["runs"]
+    assert one["goodput"] is None and f"{metrics.name}, which holds the losses of the run, is missing" in one["unknown"]
+    status = Watch(folder).look()
+    assert status.goodput is None and "is missing" in status.left_out
+
+
+def test_a_watch_says_which_lines_of_the_steps_it_leaves_out(tmp_path):
+    """The steps of a host whose clock is years ahead were left out without a word: step 0, for ever."""
+    builder = Builder(tmp_path / "run", 20)
+    builder.plan()
+    builder.train(3)
+    assert Watch(tmp_path / "run").look().left_out == ""
+    metrics = tmp_path / "run" / "metrics" / "rank_0.jsonl"
+    append(metrics, {**step(4), "time": 4e9}, {**step(5), "time": 4e9})
+    status = Watch(tmp_path / "run").look()
+    assert status.step == 3 and status.left_out.startswith("2 records left out (time is 4000000000.0, which is in the ")
+    assert "2 records left out" in CliRunner().invoke(runs, ["watch", str(tmp_path / "run"), "--once"]).output
+
+
+def test_steps_of_another_batch_than_the_recipes_are_not_compared(found):
+    """In an early stage of a batch that grows, the report called such steps faster than predicted."""
+    run = replace(found.run, parts=[replace(part, tokens=part.tokens // 2) for part in found.run.parts])
+    one = beside(replace(found, run=run), cluster(DEFAULT_HARDWARE))
+    assert one.beside is None and "cannot be compared" in one.notes[-1]
 
 
 def bundle(path, texts):

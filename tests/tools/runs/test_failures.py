@@ -133,6 +133,16 @@ def test_who_began_it_stands_apart_from_its_victims(tmp_path):
     assert found.victims == {"node0": "told to end"} and found.counts
 
 
+def test_a_full_disk_that_the_cut_log_no_longer_names_is_known_from_the_end(tmp_path):
+    builder = one_failure(tmp_path, host=1, lines=("Traceback (most recent call last):", '  File "/mi'), cause="exit")
+    log = str(builder.folder() / "logs" / "worker_1.log")
+    words = "worker 1 failed with exit code 1: its log ends within a traceback: No space left on device"
+    end = End("node1", builder.time(), "failed", "step", 7, "exit", 1, 1, words, log)
+    attempts.write(builder.folder() / f"{attempts.END}node1.json", end)
+    (found,) = failures(load_run(tmp_path / "run"))
+    assert (found.name, found.rank) == ("disk full", 1) and "make room" in found.found.mend
+
+
 def test_a_victim_that_failed_by_itself_is_named_by_its_log(tmp_path):
     builder = one_failure(tmp_path, host=1)
     log = builder.folder() / "logs" / "worker_0.log"

@@ -432,7 +432,7 @@ def test_a_slow_rank_is_named_in_the_report_and_in_the_watch(run):
     (found,) = json.loads(report(run, "--json"))["runs"][0]["slow_ranks"]["slow"]
     assert found.startswith("rank 11 on node1: ") and f"Slow: {found}." in report(run)
     status = json.loads(CliRunner().invoke(runs, ["watch", str(run), "--once", "--json"]).output)
-    assert status["slow_ranks"] == [found]
+    assert (status["slow_ranks"], status["probed_ranks"]) == ([found], 16)
 
 
 def test_healthy_ranks_are_none(run):

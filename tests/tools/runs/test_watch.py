@@ -216,13 +216,22 @@ def test_a_run_whose_launch_was_killed_is_not_said_to_be_running(tmp_path):
     ):
         (folder / LOCK).write_text(lock)
         result = run(folder, "--once", "--json")
-        assert (json.loads(result.output)["state"], result.exit_code) == (state, int(state == "unfinished"))
+        status = json.loads(result.output)
+        assert (status["state"], result.exit_code) == (state, int(state == "unfinished"))
+        assert (status["failures"], status["untold"]) == ((None, [0]) if state == "unfinished" else (0, []))
     (folder / LOCK).write_text(f"{dead.pid} {socket.gethostname()}")
+    assert "unknown (no record says how attempt 0 ended)" in run(folder, "--once").output
+    text = CliRunner().invoke(runs, ["report", str(folder)]).output
+    assert "No record says how attempt 0 ended" in text and "There was no failure" not in text
     with (folder / LOCK).open() as held:  # by a process of a container, whose number is another one here
         fcntl.flock(held, fcntl.LOCK_EX)
         assert Watch(folder).look().state == "running"
     builder.kill(host=1)
-    assert Watch(folder).look().state == "unfinished", "nobody begins the next attempt"
+    status = Watch(folder).look()
+    assert (status.state, status.failures, status.untold) == ("unfinished", 1, []), "nobody begins the next attempt"
+    builder.plan()
+    builder.plan()
+    assert (Watch(folder).look().failures, Watch(folder).look().untold) == (None, [1, 2])
 
 
 def test_a_watching_host_whose_clock_is_days_behind_sees_all_steps(tmp_path, monkeypatch):
@@ -431,6 +440,7 @@ def test_prometheus_reads_what_is_written(tmp_path):
     assert found["tc3_run_goodput"].value == pytest.approx(status.goodput)
     assert found["tc3_run_phase"].labels["phase"] == "save"
     assert found["tc3_run_state"].labels["state"] == "running"
+    assert not {"tc3_run_slow_ranks", "tc3_run_router_alarms"} & {*found}, "nothing measured them"
     assert os.listdir(tmp_path / "new") == ["a.prom"]
 
 

@@ -52,7 +52,7 @@ def legal(request, c):
         and c.m >= c.pp
         and (spread or c.mode == "global")
         and request.node % c.tp == 0
-        and (c.pp == 1 or c.shard != "gradients")
+        and (c.pp == c.m == 1 or c.shard != "gradients")
         and (c.shard == "none" or not loses_gradients(request, c))
     )
 

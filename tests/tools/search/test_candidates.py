@@ -306,7 +306,7 @@ def test_muon_is_told_of_shards_that_dp_has_and_that_hold_whole_experts():
     assert {each.shard for each in enumerated(untold)[0]} == {"none"}
 
 
-@pytest.mark.parametrize(("experts", "shards"), [(8, {"none"}), (192, {"none", "optimizer", "gradients"})])
+@pytest.mark.parametrize(("experts", "shards"), [(8, {"none"}), (192, {"none", "optimizer"})])
 def test_muon_shards_no_small_matrix(experts, shards):
     """A router of 8 x 1,536 float32 is below the 64 KiB from which MindSpore shards a matrix."""
     recipe = load_recipe("recipes/telechat3_105b/pretrain_4k_muon.yaml")

@@ -153,6 +153,7 @@ def test_it_makes_what_a_launch_reads(recipe):
     result = run_layout(recipe, "--effort", "1")
     assert result.exit_code == 0, result.stderr
     assert "layout (Megatron)      E" in result.stdout and "no layout is more than" in result.stdout
+    assert "step times: off by " in result.stdout and "runs of software that is newer" in result.stdout
     path = recipe.with_suffix(".layout.yaml")
     assert f"written: {path}" in result.stderr
     assert check_recipe(recipe).clean
@@ -170,7 +171,7 @@ def test_json_and_another_place(recipe, tmp_path):
     assert found["predicted"]["cap_gib"] == 58 and max(found["predicted"]["stage_gib"]) <= 58 * (
         1 - known_errors().margin
     )
-    assert found["layout"].startswith("E")
+    assert found["layout"].startswith("E") and found["known_step_errors"]["worst"] > found["known_step_errors"]["mean"]
     assert f"--seed 3 --set {change} --set 'runner_config.batch_size= 1'`" in out.read_text().splitlines()[0]
     assert not recipe.with_suffix(".layout.yaml").exists()
 
@@ -194,7 +195,7 @@ def test_a_margin_of_ones_own(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
+def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, monkeypatch):
     mine = tmp_path / "mine.yaml"
     mine.write_text("anything: 1\n")
     result = run_layout(recipe, "--effort", "1", "--out", mine)
@@ -203,6 +204,10 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path):
     assert run_layout(recipe, "--effort", "1", "--out", mine, "--force").exit_code == 0
     again = run_layout(recipe, "--effort", "1", "--out", mine)
     assert again.exit_code == 0 and "a launch reads only " in again.stderr and "once its" not in again.stderr
+    monkeypatch.setattr("tools.search.cli.make_layout", lambda *given: given[-1])  # the layout of before
+    written = mine.read_bytes()
+    assert f"kept, because this search found no faster layout: {mine}" in run_layout(recipe, "--out", mine).stderr
+    assert mine.read_bytes() == written
 
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")

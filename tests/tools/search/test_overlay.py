@@ -172,12 +172,12 @@ def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     assert bool(again.ep_cut) == bool(config.ep_cut)
     assert without_zeros(replace(again, ep_cut=None)) == without_zeros(replace(config, ep_cut=None))
     assert dispatch_of(resolve(child)) == dispatch_of(child)
-    if config.ep > 1 and config.ep_mode != "global":
-        assert child["model"]["model_config"]["npu_nums_per_device"] == site.node
+    if config.model.experts:
+        assert View(child).node == site.node
     if site.memory:
         assert limit_of(child) == site.memory
     errors = [finding for finding in check_recipe(path).findings if finding.severity == "error"]
-    # what the space does not have: sharded gradients of a pipeline, weights without a copy under accumulation
+    # what the space does not have: sharded gradients of micro-batches, weights without a copy under accumulation
     outside = {load_schema().line(rule) for rule in ("endless_compile", "lost_gradients")}
     # batches that no layout of these degrees can help
     assert not [one for one in errors if "plugins" not in one.key and one.source not in outside], errors
@@ -426,6 +426,15 @@ def test_the_machine_is_written():
         "model": {"model_config": {"npu_nums_per_device": 16}},
     }
     assert overlay(recipe, replace(config, ep=1, ep_mode="global"), a3)["context"] == memory
+    dense = load_recipe("recipes/telechat3_36b/pretrain_8k.yaml")  # whose node only tensor parallelism asks for
+    for run, of_run in (
+        (recipe, replace(config, ep_mode="global")),
+        (recipe, replace(config, ep=1, ep_mode="global")),
+        (dense, replace(from_recipe(dense), tp=16)),
+    ):
+        child = changed(run, of_run, a3)
+        assert View(child).node == 16
+        assert not [one for one in check_recipe(child).findings if "a node of" in one.wrong], "of another cluster"
     recipe["context"]["mempool_block_size"] = "1GB"
     del memory["mempool_block_size"]
     assert overlay(recipe, wide, a3)["context"] == memory

@@ -6,8 +6,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -81,11 +79,16 @@ def align(
     from tools.accuracy.align.comparison import Wanted, compare_stages, print_comparison
 
     require_verified()
-    with keeping(keep, "tc3 accuracy align"), terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
-        wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
-        comparison = compare_stages(wanted, lambda text: click.echo(text, err=True))
-        if comparison.broken:
-            keep_logs()
+    broken = False
+    with keeping(keep, "tc3 accuracy align"), terminate_as_interrupt():
+        folder = Path(tempfile.mkdtemp(prefix="tc3-align-")) if keep is None else keep.absolute()
+        try:
+            wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
+            comparison = compare_stages(wanted, lambda text: click.echo(text, err=True))
+            broken = comparison.broken
+        finally:
+            if keep is None:
+                _remove(folder, keep_logs=broken)
     if as_json:
         click.echo(json.dumps(comparison.as_json()))
     else:
@@ -93,19 +96,9 @@ def align(
     sys.exit(0 if comparison.passed else 1)
 
 
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yield the folder of the runs, removed behind us unless it is `keep`, and what leaves only small files in it."""
-    if keep is not None:
-        yield keep.absolute(), lambda: None
-        return
-    with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="tc3-align-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-
-        def keep_logs() -> None:
-            stack.pop_all()
-            for file in [file for file in folder.rglob("*") if file.suffix in LARGE]:
-                file.unlink()
-
-        yield folder, keep_logs
+def _remove(folder: Path, keep_logs: bool) -> None:
+    """Remove the folder of the runs, or only its large files."""
+    if not keep_logs:
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in [file for file in folder.rglob("*") if file.suffix in LARGE]:
+        file.unlink()

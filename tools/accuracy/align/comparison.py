@@ -1,8 +1,8 @@
-"""This module compares two recipes in the six stages of Figure 1 of the TeleChat3-MoE report (configuration, forward,
-backward, optimizer, training steps, more devices), and stops after the first stage that fails.
+"""This module compares two recipes in the six stages of Figure 1 of the TeleChat3-MoE report, up to the first that
+fails.
 
-On the last stage each recipe trains with its own workers: data-parallel ones on data-parallel CPU workers; if a recipe
-splits its model, both run as MindSpore's sharded graph, in which every layout starts from the same weights.
+On the last stage each recipe trains with its own workers; if one splits its model, both run as MindSpore's sharded
+graph, in which every layout starts from the same weights.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ MOST = 8  # rows of a failed stage that are printed
 def split_model(
     paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int
 ) -> tuple[list[Recipe], str] | None:
-    """Return two recipes that train as MindSpore's sharded graph on CPU, and a sentence that says how they differ from
-    the given recipes; return None if neither given recipe splits its model over ranks. A recipe for Ascend is replaced
-    by its mini recipe with the same kinds of parallelism.
+    """Return two recipes for MindSpore's sharded graph on CPU, and a sentence that says how they differ from those
+    given; return None if neither given recipe splits its model over ranks. A recipe for Ascend becomes its mini recipe
+    with the same kinds of parallelism, and a single recipe is compared with one process that runs the same graph.
 
-    A single recipe is compared with one process that runs the same graph. What MindFormers computes differently in
-    other layouts is switched off on both sides (docs/stock-differences.md).
+    What MindFormers computes differently in other layouts is switched off on both sides (docs/stock-differences.md).
     """
     as_written = [View(apply_overrides(load_recipe(path), overrides)) for path in paths]
     split = [view.parallel and view.tp * view.pp * view.cp > 1 for view in as_written]
@@ -95,7 +94,6 @@ def _processes(view: View) -> str:
 
 
 def _sharded(recipe: Recipe) -> Recipe:
-    """Return the recipe in float32 as MindSpore's sharded graph on CPU, its degrees kept."""
     sharded = copy.deepcopy(recipe)
     dp = View(recipe).dp
     sharded["use_parallel"] = True
@@ -107,9 +105,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Stage:
-    """Return stage 6: both recipes train with their own workers, and their losses are compared; raise SideFailedError
-    if a side fails or is refused.
-    """
+    """Return stage 6, in which both recipes train with their own workers; raise SideFailedError if a side fails."""
     steps, about = wanted.steps, ""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
     if split := split_model(paths, wanted.overrides, wanted.data, steps):
@@ -138,7 +134,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
-    """Return the losses of the first steps of a training by `tc3 train`, which runs in a separate process."""
+    """Return the losses of the first steps of a training by `tc3 train`."""
     folder.mkdir(parents=True, exist_ok=True)
     dump_recipe(align_sides.shortened(recipe, steps), folder / "recipe_in.yaml")
     command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
@@ -156,9 +152,7 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
 
 @dataclass
 class Comparison:
-    """A `Comparison` is the result of comparing two recipes; `about` describes the training runs, with the software
-    versions.
-    """
+    """A `Comparison` is the result of comparing two recipes; `about` describes the trainings and the software."""
 
     ours: str
     theirs: str
@@ -168,8 +162,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return NOT_ALIGNED if a stage failed, and ALIGNED if training runs were compared and no stage failed. If no
-        training ran, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED otherwise.
+        """Return NOT_ALIGNED if a stage failed, and ALIGNED if trainings were compared and none failed. If nothing was
+        trained, return SAME_NUMBERS if no setting differs that could change a number, and NOT_COMPARED otherwise.
         """
         if any(stage.status == FAILED for stage in self.stages):
             return NOT_ALIGNED
@@ -180,18 +174,16 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Return whether no stage failed, and either trainings were compared or no setting differs that could change a
-        number.
-        """
+        """Return whether the verdict is ALIGNED or SAME_NUMBERS."""
         return self.verdict in (ALIGNED, SAME_NUMBERS)
 
     @property
     def broken(self) -> bool:
-        """Return whether a training run of the comparison did not finish, so that there are no results to compare."""
+        """Return whether a training of the comparison did not finish."""
         return any(stage.state == FAILED for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as values for JSON; a number that is not finite becomes a text such as "inf"."""
+        """Return the comparison as values for JSON."""
         names = ("ours", "theirs", "passed", "verdict", "about")
         stages = [
             {**{name: getattr(stage, name) for name in ("name", "status", "reason")},
@@ -217,9 +209,8 @@ class Wanted:
 
 
 def compare_stages(wanted: Wanted, say: Say) -> Comparison:
-    """Compare a recipe with its reference, stage by stage, and stop after the first stage that fails; call `say` with
-    messages about the progress. A wrong input raises TC3Error; if a training run fails, the stage that needs this run
-    counts as failed.
+    """Compare a recipe with its reference, stage by stage, up to the first stage that fails, and tell `say` what runs.
+    A stage whose training fails counts as failed; a wrong input raises TC3Error.
     """
     comparison = Comparison(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_sides.is_mini(wanted.path):
@@ -293,7 +284,7 @@ def _against_recipe(comparison: Comparison, wanted: Wanted, say: Say) -> None:
 
 
 def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wanted) -> Stage:
-    """Return stage 1: the recipes as they are written, because mini recipes have settings of their own."""
+    """Return stage 1, of the recipes as they are written, because mini recipes have settings of their own."""
     ours, theirs = (align_sides.changed(load_recipe(path), wanted.overrides, wanted.data) for path in paths)
     comparison.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in comparison.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
@@ -308,9 +299,7 @@ def _configuration(comparison: Comparison, paths: tuple[Path, Path], wanted: Wan
 def compare_records(
     comparison: Comparison, ours: Record, theirs: Record, floor: Record | None, hyper: Hyper, rope: int
 ) -> None:
-    """Compare the records of two trainings in stages 2 to 5 (forward, backward, optimizer, training steps), and stop
-    after the first stage that fails.
-    """
+    """Compare the records of two trainings in stages 2 to 5, and stop after the first stage that fails."""
     for compare, explain in (
         (align_stages.forward, lambda stage: align_stages.explain_forward(stage, ours, theirs, rope)),
         (align_stages.backward, lambda stage: align_stages.explain_backward(stage, ours, theirs)),
@@ -325,9 +314,7 @@ def compare_records(
 
 
 def failed_text(row: Row) -> str:
-    """Return one line about a comparison that failed: the error with its tolerance, the number of differences, or the
-    two values of a setting.
-    """
+    """Return one line about a comparison that failed."""
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:
@@ -336,7 +323,7 @@ def failed_text(row: Row) -> str:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Write the whole result of the alignment to `console`."""
+    """Write the result of the alignment to `console`."""
     console.print(f"{comparison.ours}  against  {comparison.theirs}", markup=False, soft_wrap=True)
     for key, value in comparison.about.items():
         console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)

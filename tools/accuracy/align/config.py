@@ -1,5 +1,5 @@
-"""This module is the first stage of `tc3 accuracy align`: before any training runs, it compares two recipes key by key,
-and classifies the differences as section 3.2.1 of the TeleChat3-MoE report does.
+"""This module is stage 1 of `tc3 accuracy align`: it compares two recipes key by key before any training runs, and
+classifies the differences as section 3.2.1 of the TeleChat3-MoE report does.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every key whose values differ in two flat recipes, the keys that must be equal first. The corpora of
-    recipes for CPU are compared by their content; raise DataError if such a corpus does not exist. A corpus of a recipe
-    for Ascend may be on another machine, so it is compared by its path if its files are not on this machine.
+    """Return every key whose values differ in two flat recipes, those that must be equal first. Corpora are compared by
+    their content; the corpus of a recipe for Ascend is compared by its path if it is not on this machine. Raise
+    DataError if the corpus of a recipe for CPU does not exist.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
     if _sums_gradients(ours) and _sums_gradients(theirs):
@@ -79,9 +79,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class of settings to which a key path belongs, such as "precision" or "layout"; the classes are those
-    of the TeleChat3-MoE report.
-    """
+    """Return the class to which the report assigns a key path, such as "precision" or "layout"."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -97,9 +95,7 @@ def _setting(change: Change) -> Setting:
 
 
 def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Compare corpora by their content: two paths may hold one corpus, but one path must not hold two. Tokens are read
-    only if the rest of two corpora at different places is equal.
-    """
+    """Compare corpora by their content. Tokens are read only if the rest of two corpora elsewhere is equal."""
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     places = [[real_path(prefix) for prefix in _blend(side)[1]] for side in (ours, theirs)]
     if sums[0] == sums[1] and places[0] != places[1]:
@@ -125,12 +121,8 @@ def has_corpus(recipe: Mapping[str, Any]) -> bool:
 
 
 def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return texts that identify a Megatron corpus apart from its tokens, over all its path prefixes: the CRC-32 of the
-    index and of the tokenizer ("" without one), and the shares in which the prefixes are blended; raise DataError if a
-    file does not exist.
-
-    With equal checksums and tokens, `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; a
-    later stage compares the batches themselves.
+    """Return texts that identify a Megatron corpus apart from its tokens: the CRC-32 of the index and of the tokenizer
+    ("" without one), and the shares of the blend; raise DataError if a file does not exist.
     """
     weights, prefixes = _blend(recipe)
     index = tokenizer = 0
@@ -144,9 +136,7 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tokens_checksum(recipe: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of all tokens of a Megatron corpus, over all its path prefixes; the files are read to their
-    ends, piece by piece.
-    """
+    """Return the CRC-32 of all tokens of a Megatron corpus, over all its path prefixes."""
     tokens = 0
     for prefix in _blend(recipe)[1]:
         tokens = _crc(Path(f"{prefix}.bin"), tokens)
@@ -154,9 +144,7 @@ def tokens_checksum(recipe: Mapping[str, Any]) -> str:
 
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
-    """Return (weights, prefixes) of a `data_path`; the weights are empty if the value gives none (Megatron then uses
-    the sizes of the corpora).
-    """
+    """Return (weights, prefixes) of a `data_path`; without weights, Megatron uses the sizes of the corpora."""
     path = (*LOADER, "config", "data_path")
     if not (found := look(recipe, path, None)):
         return [], []

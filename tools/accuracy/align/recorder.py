@@ -21,12 +21,8 @@ MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class AlignRecorder(Callback):
-    """An `AlignRecorder` is a callback that loads given weights into the model, and records the batches, module
-    outputs, weights and moments that `tc3 accuracy align` compares.
-
-    Args:
-        weights: an .npz file of parameters by MindFormers' names, all of which must exist; None: the model keeps its
-            own.
+    """An `AlignRecorder` loads the weights of an .npz file (by MindFormers' names; None keeps the model's own), and
+    records the batches, module outputs, weights and moments that `tc3 accuracy align` compares.
     """
 
     def __init__(self, weights, record, columns, **kwargs):
@@ -37,7 +33,7 @@ class AlignRecorder(Callback):
         self.steps = 0
 
     def on_train_begin(self, run_context):
-        """Load the given weights into the model before the graph is compiled."""
+        """Load the given weights before the graph is compiled."""
         network = run_context.original_args().train_network.network
         parameters = {param.name: param for param in network.get_parameters()}
         if self.weights:
@@ -57,13 +53,12 @@ class AlignRecorder(Callback):
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """Write everything that this callback recorded into an .npz file when training ends."""
+        """Write everything that was recorded into an .npz file."""
         self._after_step(run_context.original_args())
         self.out.update({f"batch/{name}": np.stack(values) for name, values in self.batches.items()})
         np.savez(self.record, **self.out)
 
     def _after_step(self, arguments):
-        """Record the state after all callbacks of the previous step have run."""
         parameters = arguments.train_network.network.get_parameters()
         weights = {param.name: copy(param) for param in parameters if not param.name.endswith(STATE)}
         optimizer = arguments.train_network.optimizer
@@ -84,10 +79,8 @@ def copy(parameter):
 
 
 def forward(network, batch):
-    """Return the logits of a batch, computed by the compiled graph, and the output of every traced module, computed in
-    PyNative.
-
-    The forward pass increases the counters of the experts' load, so this function restores their values.
+    """Return the logits of the compiled graph, and the outputs of all traced modules, computed in PyNative. The
+    counters of the experts' load keep their values.
     """
     out = {}
     with counters_kept(network):
@@ -102,9 +95,7 @@ def forward(network, batch):
 
 
 def enable(config, settings) -> None:
-    """Add an `AlignRecorder` to the callbacks of `config` (a MindFormerConfig), and replace the callback that moves the
-    routers' biases by a callback that also records how many tokens chose each expert.
-    """
+    """Add an `AlignRecorder` to the callbacks of `config`, and let the callback of the routers' biases record loads."""
     columns = list(config.train_dataset.input_columns)
     for callback in config.callbacks:
         if callback["type"] == "TopkBiasBalanceCallback":

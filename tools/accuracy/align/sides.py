@@ -1,6 +1,5 @@
-"""This module prepares and runs the two trainings that `tc3 accuracy align` compares: one with MindFormers, and one
-with the reference. The trainings run in separate processes that exchange .npz files; a `Record` holds the results of
-one training, under MindFormers' or the reference's names of the weights.
+"""This module prepares and runs the two trainings of `tc3 accuracy align`, one with MindFormers and one with the
+reference, in separate processes that exchange .npz files.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """Return the record of the reference training, from the arrays that `tools.accuracy.reference.run` stored, and from
-    the weights and batches with which that training ran.
-    """
+    """Return the record of the reference training from its stored arrays, its first weights and its batches."""
     parts: dict[str, Any] = {
         kind: below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -76,8 +73,8 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """Return the record of a MindFormers training, under MindFormers' names. The gradients are the gradients before
-    clipping, computed from Adam's first moments, which are (1 - beta1) times the clipped gradients after one step.
+    """Return the record of a MindFormers training, under MindFormers' names. Gradients, before clipping, follow from
+    Adam's first moments, which after one step are (1 - beta1) times the clipped gradients.
     """
     steps = list(metrics)
     # a model without MTP layers, or of grouped-query attention, has no parts of the loss; without clipping no norm
@@ -133,9 +130,8 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in the file `path`, with the overrides applied, and with the corpus `data` if it is given. A
-    recipe for Ascend is replaced by its mini recipe for CPU, which keeps its kinds of parallelism if `workers` is
-    given.
+    """Return the recipe in the file `path`, with the overrides and the corpus `data`. A recipe for Ascend becomes its
+    mini recipe for CPU, which keeps its kinds of parallelism if `workers` is given.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     recipe = changed(recipe, overrides, data)
@@ -144,9 +140,7 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, w
 
 
 def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """Return the recipe with overrides applied, and with the corpus `data`, if it is given, in place of the recipe's
-    own corpora.
-    """
+    """Return the recipe with the overrides, and with the corpus `data`, if given, in place of its own corpora."""
     recipe = apply_overrides(recipe, overrides)
     if data:
         one = len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2
@@ -155,7 +149,7 @@ def changed(recipe: Recipe, overrides: tuple[str, ...], data: str | None) -> Rec
 
 
 def is_mini(path: Path) -> bool:
-    """Return whether `load` replaces the recipe by a mini recipe (a small version for CPU)."""
+    """Return whether `load` replaces the recipe by a mini recipe."""
     return not View(load_recipe(path)).on_cpu
 
 
@@ -195,9 +189,7 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the sizes with which Hugging Face's DeepseekV3 has the same model as the recipe; raise RecipeError if that
-    model cannot do what the recipe asks for.
-    """
+    """Return the sizes with which Hugging Face's DeepseekV3 is the recipe's model; raise RecipeError if none fit."""
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -222,9 +214,7 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the recipe without the sections that cannot change numerical results, and without the sections in
-    `beside`.
-    """
+    """Return the recipe without the sections in `beside`, and without those that cannot change numerical results."""
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -232,15 +222,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that a compared training did not finish; the message has the last lines and the path of its log
-    file.
-    """
+    """This error means that a compared training failed; the message has its last line and its log file."""
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if the interpreter `python` does not find torch or transformers; the two packages are not
-    imported, because an import takes long.
-    """
+    """Raise ClusterError if `python` does not find torch or transformers, which are not imported: that takes long."""
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -280,9 +266,8 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference from `weights` (by Hugging Face's names) on recorded batches. If the record `other` of the
-    MindFormers training is given, the reference also computes each step separately, from MindFormers' state before this
-    step.
+    """Train the reference from `weights` (by Hugging Face's names) on recorded batches. With the MindFormers record
+    `other`, also compute each step separately, from MindFormers' state before it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})

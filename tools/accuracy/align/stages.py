@@ -1,10 +1,9 @@
-"""This module defines the comparisons in each stage of `tc3 accuracy align` (section 3.2.1 of the TeleChat3-MoE
-report); for a stage that failed, the functions `explain_*` find the first module, gradient or parameter group that
-differs. The module uses only NumPy.
+"""This module defines the comparisons of each stage of `tc3 accuracy align` (section 3.2.1 of the TeleChat3-MoE
+report), and finds the first module, gradient or parameter group that differs (`explain_*`), with NumPy only.
 
-Each stage has a fixed tolerance. If the distance between two runs of the reference whose initial weights differ in the
-last bit exceeds it, rounding explains a difference, and the row is `undecided`, which is neither passed nor failed; so
-is a row that a token explains which chose another expert. A value that is not finite fails.
+A difference over a stage's tolerance is `undecided`, which is neither passed nor failed, if two runs of the reference
+whose initial weights differ in the last bit are as far apart, or if a token that chose another expert explains it. A
+value that is not finite fails.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return whether the comparison passed (the error is within its tolerance), is undecided (rounding, or the
-        reason in `detail`, may explain the error), or failed.
-        """
+        """Return PASSED, UNDECIDED (rounding, or the reason in `detail`, may explain the error) or FAILED."""
         if not (np.isfinite(self.error) and np.isfinite(self.floor)):
             return FAILED
         if self.error <= self.tolerance:
@@ -58,22 +55,18 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Return whether `error` is a number of differences; a comparison of this kind fails if there is a single
-        difference.
-        """
+        """Return whether `error` is a number of differences, of which there must be none."""
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Return whether the error is at most `FLOOR_FACTOR` times the error that rounding causes in the reference."""
+        """Return whether the error is at most `FLOOR_FACTOR` times what rounding causes in the reference."""
         return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
 class Stage:
-    """A `Stage` holds the comparisons (rows) of one stage of `tc3 accuracy align`; `reason` says why the stage did not
-    run, or what its failure means.
-    """
+    """A `Stage` holds the comparisons of one stage; `reason` says why it did not run, or what its failure means."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -82,7 +75,7 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """Return `state` if it is set (the stage was not run), and otherwise the worst status of its comparisons."""
+        """Return `state` if it is set (the stage did not run), and otherwise the worst status of its comparisons."""
         if self.state:
             return self.state
         found = {row.status for row in self.rows}
@@ -90,9 +83,7 @@ class Stage:
 
     @property
     def worst(self) -> Row | None:
-        """Return the comparison with the largest error relative to its tolerance, among those that have the status of
-        the stage; None if the stage has no comparisons.
-        """
+        """Return the comparison with the stage's status whose error is the largest share of its tolerance."""
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -124,14 +115,10 @@ def forward(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def _each(sides: Iterable[Record | None], part: Callable[..., np.ndarray | None]) -> list[np.ndarray | None]:
-    """Return `part` of each record (of MindFormers, of the reference, and of the reference's nudged run); None for a
-    record that is None.
-    """
     return [None if side is None else part(side) for side in sides]
 
 
 def _first_of(side: Record, name: str) -> np.ndarray | None:
-    """Return the first value of a curve; None if the training has recorded no such curve."""
     return side.curve[name][:1] if name in side.curve else None
 
 
@@ -168,12 +155,12 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare the losses and learning rates of all steps, and also every step that the reference computed from
-    MindFormers' state before that step (stage 5).
+    """Compare the losses and learning rates of all steps, and each step that the reference computed by itself (stage
+    5).
 
-    In a mixture of experts, a difference in the last bit of a sum sends a token at a tie to another expert, and from
-    there on two right runs drift apart. The comparison of such losses is undecided, up to the tolerance DRIFT, if every
-    single step, computed from MindFormers' state, agrees, and most of the steps have no token at a tie.
+    A difference in the last bit sends a token at a tie to another expert, and from there on two right runs of a mixture
+    of experts drift apart. Their losses are undecided, up to DRIFT, if every single step agrees and most of the steps
+    have no token at a tie.
     """
     rows = _single_steps(ours, theirs) if theirs.single else []
     routed = bool(rows) and theirs.single["choices"].any()
@@ -193,8 +180,7 @@ def _ties_are_rare(theirs: Record) -> bool:
 
 
 def _single_steps(ours: Record, theirs: Record) -> list[Row]:
-    """Return rows that compare the loss, the update and the router biases of each step, which the reference computed
-    from MindFormers' state before the step.
+    """Return rows that compare the loss, update and router biases of each step, computed from MindFormers' state.
 
     Few choices that moved to another expert are ties, and excuse as much of loss and update as they can change; many,
     or some in most steps, are a fault. The biases are not excused: the reference moves them by our counts.
@@ -219,7 +205,7 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
 
 
 def moved(record: Record) -> Arrays:
-    """Return for each weight the difference between its updated and its initial value, in float64."""
+    """Return for each weight its updated less its initial value, in float64."""
     return {
         name: record.updated[name].astype(np.float64) - record.initial[name]
         for name in record.initial
@@ -237,12 +223,8 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the relative error |got - want| / |want| of an array in the L2 norm: 0 if both arrays are zero, inf for
-    NaN or different shapes.
-    """
-    if got.shape != want.shape:
-        return float("inf")
-    return _share(float(np.linalg.norm(got.astype(np.float64) - want)), want)
+    """Return |got - want| / |want| in the L2 norm: 0 if both are zero, inf for NaN or different shapes."""
+    return _share(_length(got, want), want)
 
 
 def _share(apart: float, want: np.ndarray) -> float:
@@ -261,9 +243,7 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the relative error of an array in the L2 norm, without the thousandth of the elements that differ most; an
-    array of fewer than 1000 elements is compared whole.
-    """
+    """Return `relative` without the thousandth of the elements that differ most."""
     if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
         return float("inf")  # NaN would be among the worst, and left out
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
@@ -279,8 +259,7 @@ def _length(got: np.ndarray, want: np.ndarray) -> float:
 def _between(
     name: str, measure: Callable[[np.ndarray, np.ndarray], float], sides: list, tolerance: float, words: str
 ) -> Row:
-    """Return a row for a triple (MindFormers, the reference, the reference's nudged run or None); a value that only one
-    of the two trainings has is a failure.
+    """Return a row for (MindFormers, the reference, its nudged run or None); what only one side has is a failure.
 
     Where the reference is zero nothing is relative to it: only what rounding makes of that zero excuses anything.
     """
@@ -297,17 +276,13 @@ def _between(
 
 
 def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
-    """Return a comparison (`Row`) of each traced module's output, for the modules in `order` that both trainings
-    recorded.
-    """
-    both = [name for name in order if name in ours and name in theirs]
+    """Return a comparison of each traced module in `order` that both trainings recorded."""
+    both = (name for name in order if name in ours and name in theirs)
     return [Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2") for name in both]
 
 
 def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
-    """Return a sentence about the first module whose output differs in the forward pass; RoPE rotates the last `rope`
-    dimensions of each attention head.
-    """
+    """Return a sentence about the first module whose output differs; RoPE rotates the last `rope` dimensions."""
     bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -343,9 +318,7 @@ def explain_backward(stage: Stage, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Return a sentence about the weights whose updates differ, and whether weight decay or the learning rate explains
-    the difference.
-    """
+    """Return a sentence about the wrong updates, and whether weight decay or the learning rate explains them."""
     bad = [row.name for row in stage.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -367,9 +340,7 @@ def explain_update(stage: Stage, ours: Record, theirs: Record, hyper: Hyper) -> 
 
 
 def explain_curve(stage: Stage) -> str:
-    """Return a sentence about the first step whose loss differs: by how much it differs, and what such a difference
-    usually means.
-    """
+    """Return a sentence about the first step whose loss differs, and what this usually means."""
     first = next(row for row in stage.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:
@@ -401,9 +372,7 @@ def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:
 
 
 def _factor(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """Return a text such as ``, 1.0100 times the other side's`` if one array is a multiple of the other; ""
-    otherwise.
-    """
+    """Return such as ``, 1.0100 times the other side's`` if one array is a multiple of the other; "" otherwise."""
     if ours.shape != theirs.shape or _cosine(ours.ravel(), theirs.ravel()) < 0.999:
         return ""
     return f", {np.linalg.norm(ours) / np.linalg.norm(theirs):.4f} times the other side's"

@@ -1,6 +1,4 @@
-"""This module is the training process that `tc3 accuracy align` starts: it runs `launch/train.py` with an additional
-plugin that records the values to compare.
-"""
+"""This module is the training process that `tc3 accuracy align` starts: `launch/train.py` with a recorder."""
 
 from __future__ import annotations
 

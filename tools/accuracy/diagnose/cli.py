@@ -96,7 +96,6 @@ def diagnose_command(a: Path, b: Path | None, steps: int, everything: bool, keep
 
 
 def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
-    """Return the folder of a run of a recipe with its state recorded."""
     require_verified()
     mini = [] if View(load_recipe(recipe)).on_cpu else ["--mini"]
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), *mini, "--run-dir", str(run_dir)]
@@ -110,7 +109,7 @@ def _train(recipe: Path, run_dir: Path, steps: int) -> Path:
 
 
 def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> list[str]:
-    """Return the lines of text that `tc3 accuracy diagnose` prints about its verdict."""
+    """Return the lines that `tc3 accuracy diagnose` prints about its verdict."""
     from tools.accuracy.diagnose.evidence import RECORD
     from tools.accuracy.diagnose.laws import WORST
     from tools.accuracy.judge import facts

@@ -1,14 +1,11 @@
-"""This module finds where two runs first differ, from the records that `evidence.read_side` has read. From the records
-of a single run, it finds the first law that the run breaks; a law is a relation that holds in every correct run
-(`laws`).
-
-The stages are compared in the order in which a difference arises (`STAGES`). `diagnose` makes all findings and sorts
-them by step and stage; the first stage with a difference above rounding is the verdict, and later differences are
-usually its consequences.
+"""This module finds where two runs first differ, or the first law that a single run breaks, from the records that
+`evidence.read_side` has read. `diagnose` sorts all findings by step and by the order in which differences arise
+(`STAGES`): the first stage with a difference above rounding is the verdict, and later ones are usually its
+consequences.
 
 Two runs of one layout, configuration and software must agree to the last bit: this holds on CPU, and on a device with
-deterministic operators. Other runs add up in another order, within `LOSS` for losses, `NORM` for norms, and `GROUP`
-for norms of weights and gradients.
+deterministic operators. Other runs add up in another order, within `LOSS`, `NORM` and `GROUP` (norms of weights and
+gradients).
 """
 
 from __future__ import annotations
@@ -63,9 +60,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` holds the differences between two runs, or, for a single run, the laws (relations that hold in every
-    correct run) that the run breaks.
-    """
+    """A `Verdict` holds the differences between two runs, or the laws that a single run breaks."""
 
     findings: tuple[Finding, ...]  # the differences, in the order of steps and stages
     changes: tuple[Change, ...]  # the changed keys of the recipes that affect results
@@ -80,18 +75,15 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the earliest step and stage where a difference is larger than rounding; if rounding
-        explains all differences, return the findings at the earliest step and stage.
-
-        Another order of summation may change the last bits at an earlier stage than a fault does, but it does not
-        explain a larger difference.
+        """Return the findings at the first step and stage with a difference above rounding, if there is one. Another
+        order of summation may change the last bits earlier, but does not explain a larger difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))
 
     @property
     def before(self) -> int:
-        """Return the number of differences, all explained by rounding, that come before the first larger difference."""
+        """Return the number of differences, all explained by rounding, before the first larger one."""
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property
@@ -114,9 +106,7 @@ class OtherModelError(ValueError):
 
 
 def diagnose(a: Side, b: Side | None = None) -> Verdict:
-    """Return the verdict on one run, or on the differences between two runs; raise OtherModelError if the models of the
-    two runs have different sizes.
-    """
+    """Return the verdict on one run, or on two; raise OtherModelError if the models have different sizes."""
     changes = compare(a.recipe, b.recipe).changes if b else []
     if any(start.step for side in (a, b) if side for start in side.starts):
         changes = [each for each in changes if not _resuming(each)]
@@ -142,9 +132,7 @@ def diagnose(a: Side, b: Side | None = None) -> Verdict:
 
 
 def _dated(findings: list[Finding]) -> Iterator[Finding]:
-    """Yield findings with the step at which they arose: a module that is wrong at the end was so when the first number
-    of a step's arithmetic differed.
-    """
+    """Yield findings with the step at which they arose: that of the first wrong number for those made at the end."""
     steps = [
         each.step
         for each in findings
@@ -166,7 +154,6 @@ def _placed(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _software(a: Side, b: Side) -> tuple[tuple[str, str, str], ...]:
-    """Return (package, version in A, version in B) of those that differ; none where a run did not record them."""
     if not a.software or not b.software:
         return ()
     pairs = [
@@ -256,9 +243,7 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_gaps(self) -> None:
-        """Add to the gaps of each run the tensors that only some of its ranks recorded, and the names that only the
-        other run recorded.
-        """
+        """Add to each run's gaps the tensors that some ranks, and the names that only the other run, recorded."""
         found = []
         for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
@@ -303,9 +288,7 @@ class _Pair:
                 yield from self._tensors(0, one, two, START)
 
     def _resume(self) -> Iterator[Finding]:
-        """Yield findings about the state that one run restored from a checkpoint, compared with the state of the other
-        run at that step.
-        """
+        """Yield findings about a state that one run restored, beside the state of the other run at that step."""
         for one, other in ((self.a, self.b), (self.b, self.a)):
             for start in one.starts:
                 known = start.step > 0 and start.step not in one.states and start.step in other.states
@@ -402,18 +385,18 @@ class _Pair:
             yield Finding(step, UPDATE, "learning rate", f"learning rate {one:.9g} and {two:.9g}")
 
     def _gradients(self, step: int) -> Iterator[Finding]:
-        """Yield findings about gradients before clipping, because a wrong global norm scales all gradients without any
-        of them being wrong.
+        """Yield findings about gradients before clipping, because a wrong global norm scales all gradients.
 
-        If both runs have the same global norm, and in one of them the clipped gradients do not have the norm that it
-        leaves them, clipping is wrong, and what the gradients were before it is not known.
+        If both runs have the same global norm, and the clipped gradients of one do not have the norm that it leaves
+        them, clipping is wrong, and the gradients before it are not known.
         """
         one, two = (side.steps.get(step, {}).get("global_norm") for side in (self.a, self.b))
         same = one is not None and two is not None and abs(one - two) <= NORM * abs(one)
         if same and [*norm_law(self.a, step), *norm_law(self.b, step)]:
             return
         clips = any(math.isfinite(limit_of(side)) for side in (self.a, self.b))
-        if _finite(one) != _finite(two) and clips:
+        finite = {norm is not None and math.isfinite(norm) for norm in (one, two)}
+        if len(finite) > 1 and clips:
             return  # by how much one of them was scaled down is not known
         sides = [{name: norm / clipping_of(side, step) for name, norm in side.gradients(step).items()}
                  for side in (self.a, self.b)]  # fmt: skip
@@ -462,14 +445,8 @@ class _Pair:
                 )
 
 
-def _finite(norm: float | None) -> bool:
-    return norm is not None and math.isfinite(norm)
-
-
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the ratio (second / first) of the pairs if it is the same for all pairs and is not 1; otherwise return
-    None.
-    """
+    """Return the ratio (second / first) of the pairs if all have the same and it is not 1; otherwise return None."""
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

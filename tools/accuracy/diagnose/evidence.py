@@ -1,7 +1,5 @@
-"""This module reads the step records of a run (plugins/step_record) for `tc3 accuracy diagnose`.
-
-The statistics of each tensor are combined over all ranks: statistics of the parts of a split tensor are added up, and a
-copy on several ranks counts once.
+"""This module reads the step records of a run (plugins/step_record) for `tc3 accuracy diagnose`, and combines the
+statistics of each tensor over all ranks: parts are added up, and copies count once.
 """
 
 from __future__ import annotations
@@ -31,17 +29,13 @@ RECORD = "tc3 train RECIPE --set plugins.step_record.steps=3"  # what makes a ru
 
 @dataclass
 class State:
-    """A `State` holds the tensor statistics that all ranks recorded in one training step, or when the run started or
-    was resumed.
-    """
+    """A `State` holds the tensor statistics of all ranks after one step, or when the run started or was resumed."""
 
     step: int
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return a dictionary name -> tensor, combined from the parts on all ranks; `parts` maps rank -> name -> (shape
-        of the whole tensor, offset of the rank's part).
-        """
+        """Return name -> tensor; `parts` maps rank -> name -> (shape of the whole, offset of the rank's part)."""
         found: dict[str, Tensor] = {}
         listed = {name for ours in parts.values() for name in ours}
         for rank, line in sorted(self.lines.items()):
@@ -53,25 +47,19 @@ class State:
                 if list(shape) == list(whole):
                     offset = [0]  # not cut yet, or not at all
                 tensor = found.setdefault(name, Tensor(tuple(whole)))
-                tensor.add(rank, tuple(offset), digest, square, prod(shape))
+                part = tensor.parts.setdefault(tuple(offset), {})
+                tensor.elements += 0 if part else prod(shape)
+                part[rank] = digest, square
         return found
 
 
 @dataclass
 class Tensor:
-    """A `Tensor` holds the statistics that all ranks recorded of one tensor: offset of a part -> rank -> (digest, sum
-    of squares).
-    """
+    """A `Tensor` holds what all ranks recorded of one tensor: offset of a part -> rank -> (digest, sum of squares)."""
 
     shape: tuple[int, ...]
     parts: dict[tuple[int, ...], dict[int, tuple[str, float]]] = field(default_factory=dict)
     elements: int = 0  # of the distinct parts
-
-    def add(self, rank: int, offset: tuple[int, ...], digest: str, square: float, elements: int) -> None:
-        """Add the record of one rank about its part of this tensor."""
-        if offset not in self.parts:
-            self.elements += elements
-        self.parts.setdefault(offset, {})[rank] = digest, square
 
     @property
     def complete(self) -> bool:
@@ -80,18 +68,18 @@ class Tensor:
 
     @property
     def norm(self) -> float:
-        """Return the L2 norm of the whole tensor, computed from the sums of squares of its parts."""
+        """Return the L2 norm of the whole tensor."""
         return sum(next(iter(copies.values()))[1] for copies in self.parts.values()) ** 0.5
 
     @property
     def not_finite(self) -> tuple[int, ...]:
-        """Return the ranks whose copy of a part of this tensor has a NaN or an infinity."""
+        """Return the ranks whose copy of a part has a NaN or an infinity."""
         copies = [each for part in self.parts.values() for each in part.items()]
         return tuple(sorted(rank for rank, (_, square) in copies if not isfinite(square)))
 
     @property
     def differing(self) -> tuple[int, ...]:
-        """Return the ranks whose copy of a part of this tensor differs from the first rank's copy of that part."""
+        """Return the ranks whose copy of a part differs from that of the first rank."""
         wrong = []
         for copies in self.parts.values():
             first = next(iter(copies.values()))[0]
@@ -106,7 +94,7 @@ class Tensor:
 
 @dataclass
 class Side:
-    """A `Side` holds all records of one of the runs that `tc3 accuracy diagnose` compares."""
+    """A `Side` holds all records of one run."""
 
     name: str
     recipe: Recipe
@@ -139,9 +127,7 @@ class Side:
 
     @property
     def unmoved(self) -> State | None:
-        """Return the initial weights, if they can be read from the record of step 1: this is so if the learning rate of
-        step 1 was 0, so that the step left the weights unchanged; otherwise return None.
-        """
+        """Return the initial weights if step 1, with a learning rate of 0, recorded them; otherwise None."""
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
         kept = State(0)
@@ -151,9 +137,7 @@ class Side:
         return kept
 
     def modules(self, step: int) -> dict[str, list[Any]]:
-        """Return the sketch (a digest and a few projections) of each module's output in a step, in forward order; {} if
-        the step has no such record.
-        """
+        """Return the sketch (a digest and projections) of each module's output in a step, in forward order."""
         lines = self.states[step].lines.values() if step in self.states else ()
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
@@ -165,9 +149,7 @@ class Side:
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return for each column of a step's batch, such as `labels`, the pairs (digest of a sample, digest of the
-        sample's entry in this column).
-        """
+        """Return for each column of a step's batch, such as `labels`, pairs (digest of a sample, of its entry)."""
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -178,9 +160,7 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, recorded update) for each part of a weight in a step; if several ranks hold copies of a
-        part, only the update on the first of these ranks.
-        """
+        """Yield (weight, rank, recorded update) for each part of a weight in a step; of copies only the first."""
         state, parts, seen = self.states[step], self.parts, set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():
@@ -218,9 +198,7 @@ def _trained(name: str) -> str:
 
 
 def read_side(folder: Path) -> Side:
-    """Return all records of the run in `folder`; raise DataError if this is not the folder of a run, if no step was
-    recorded, or if the record of a rank is missing or damaged.
-    """
+    """Return all records of the run in `folder`; raise DataError if it holds no step, or if a record is damaged."""
     recipe = _recipe_of(folder)
     view = View(recipe)
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}
@@ -271,7 +249,6 @@ def read_side(folder: Path) -> Side:
 
 
 def _recipe_of(folder: Path) -> Recipe:
-    """Return the effective recipe of the run in `folder`; raise DataError if there is none."""
     file = folder / "recipe.yaml"
     if not file.is_file():
         raise DataError(
@@ -287,11 +264,8 @@ def _recipe_of(folder: Path) -> Recipe:
 
 
 def _left_out(metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> tuple[float, float]:
-    """Take out of the metrics of all ranks the steps that the run made with another global batch than its newest steps,
-    or with another number of ranks. Return the last step of each kind; 0 if there is none.
-
-    Steps of another batch compare with no other step; those of other ranks are recorded in other parts, or in files of
-    ranks that the run no longer has.
+    """Take out of all metrics the steps with another global batch than the newest ones, or with another number of
+    ranks, which compare with no other step. Return the last step of each kind; 0 if there is none.
     """
     newest = max(metrics.values(), key=lambda readings: readings.limit)
     unit, resized = newest.numbering.unit, 0.0
@@ -322,9 +296,7 @@ def _metrics(file: Path) -> tuple[Readings, list[Mapping[str, Any]]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the JSON object of each line of a file; an unfinished last line, of a run that goes on, and
-    lines that an attempt has written too late are left out.
-    """
+    """Yield the number and the object of each line of a file, but for an unfinished last line, and late ones."""
     if not file.exists():
         return
     text, newest = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), Newest()

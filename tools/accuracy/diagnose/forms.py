@@ -1,14 +1,11 @@
-"""This module defines the form of each line in the records of a run: its keys and the types of their values. `tc3
-accuracy diagnose` refuses records whose lines have another form.
-
-A key that this module does not know is ignored, because a later version may write more.
+"""This module defines the form of each line in the records of a run: its keys and the types of their values. Unknown
+keys are ignored, because a later version may write more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,24 @@ _MOST = 2**62  # of a count or of the number of a step
 _SHORT = 40  # characters of a wrong value that a message shows
 
 
-@dataclass(frozen=True)
-class Form:
-    """A `Form` describes the valid values of a key in a recorded line: `words` describes a valid value in error
-    messages, and `inner` yields (name, value, form) for each value inside a list or an object.
-    """
+Wrong = tuple[str, str] | None  # the path inside a value, and what is wrong with the value there
+Form = Callable[[Any], Wrong]
+Inner = Iterable[tuple[str | int, Any, Form]]  # (name, value, form) of the values inside a list or an object
 
-    words: str
-    holds: Callable[[Any], bool]
-    inner: Callable[[Any], Iterator[tuple[str | int, Any, Form]]] | None = None
+
+def _form(words: str, holds: Callable[[Any], bool], inner: Callable[[Any], Inner] = lambda value: ()) -> Form:
+    """Return a check of a value; `words` describe a valid value in error messages."""
+
+    def check(value: Any) -> Wrong:
+        if not holds(value):
+            text = json.dumps(value)
+            return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, but must be {words}"
+        for name, each, form in inner(value):  # a path is made only of what is wrong: a run writes many lines
+            if found := form(each):
+                return f".{name}{found[0]}", found[1]
+        return None
+
+    return check
 
 
 def _is_number(value: Any) -> bool:
@@ -37,56 +43,48 @@ def _is_number(value: Any) -> bool:
     return whole or isinstance(value, float)
 
 
-def _or_null(form: Form) -> Form:
-    return Form(f"{form.words} or null", lambda value: value is None or form.holds(value), form.inner)
-
-
 def _list(words: str, form: Form, length: int | None = None) -> Form:
     def holds(value: Any) -> bool:
         return isinstance(value, list) and length in (None, len(value))
 
-    return Form(words, holds, lambda value: ((place, each, form) for place, each in enumerate(value)))
+    return _form(words, holds, lambda value: ((place, each, form) for place, each in enumerate(value)))
 
 
 def _row(words: str, *forms: Form) -> Form:
-    def inner(value: list[Any]) -> Iterator[tuple[str | int, Any, Form]]:
-        return ((place, each, form) for place, (each, form) in enumerate(zip(value, forms, strict=True)))
+    def holds(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == len(forms)
 
-    return Form(words, lambda value: isinstance(value, list) and len(value) == len(forms), inner)
+    return _form(words, holds, lambda value: zip(range(len(forms)), value, forms, strict=True))
 
 
 def _named(words: str, form: Form) -> Form:
-    return Form(
-        words, lambda value: isinstance(value, dict), lambda value: ((name, each, form) for name, each in value.items())
-    )
+    return _form(words, _is_object, lambda value: ((name, each, form) for name, each in value.items()))
 
 
-def _object(words: str, keys: Mapping[str, Form]) -> Form:
-    def inner(value: dict[str, Any]) -> Iterator[tuple[str | int, Any, Form]]:
-        return ((name, value[name], form) for name, form in keys.items() if name in value)
-
-    return Form(words, lambda value: isinstance(value, dict), inner)
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
-_TEXT = Form("text", lambda value: isinstance(value, str))
-_FLAG = Form("true or false", lambda value: isinstance(value, bool))
-_TRUE = Form("true", lambda value: value is True)
-_NUMBER = Form("a number", _is_number)
-_SQUARE = Form("a number that is not below 0", lambda value: _is_number(value) and not value < 0)
-_COUNT = Form("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < _MOST)
-_STEP = Form("the number of a step, from 1 on", lambda value: type(value) is int and 1 <= value < _MOST)
-_PLAIN = Form(
+_TEXT = _form("text", lambda value: isinstance(value, str))
+_FLAG = _form("true or false", lambda value: isinstance(value, bool))
+_TRUE = _form("true", lambda value: value is True)
+_NUMBER = _form("a number", _is_number)
+_NUMBER_OR_NULL = _form("a number or null", lambda value: value is None or _is_number(value))
+_SQUARE = _form("a number that is not below 0", lambda value: _is_number(value) and not value < 0)
+_COUNT = _form("a whole number from 0 on", lambda value: type(value) is int and 0 <= value < _MOST)
+_STEP = _form("the number of a step, from 1 on", lambda value: type(value) is int and 1 <= value < _MOST)
+_PLAIN = _form(
     "text, a number, true, false or null", lambda value: value is None or isinstance(value, (str, bool)) or
     _is_number(value)
 )  # fmt: skip
 _COUNTS, _NUMBERS = _list("a list of whole numbers", _COUNT), _list("a list of numbers", _NUMBER)
 _DIGESTS = _list("a list of digests", _TEXT)
-_ROWS = Form(
+_ROWS = _form(
     "a digest, or a list of digests",
     lambda value: isinstance(value, (str, list)),
     lambda value: ((place, each, _TEXT) for place, each in enumerate(value if isinstance(value, list) else ())),
 )
-_SAMPLES = Form(
+_SAMPLES = _form(
     "an object of digests by column, or null",
     lambda value: value is None or isinstance(value, dict),
     lambda value: (
@@ -99,13 +97,11 @@ _PROJECTED = _list(f"a list of {PROJECTIONS} numbers", _NUMBER, PROJECTIONS)
 _MODULES = _named(
     "an object of outputs by module", _row("[digest, sum of squares, projections]", _TEXT, _SQUARE, _PROJECTED)
 )
+_UPDATE = {"dimensions": _COUNT, "square": _SQUARE, "gradient": _SQUARE}
+_UPDATE |= dict.fromkeys(("rate", "decay", "rest"), _NUMBER_OR_NULL)
 _WEIGHTS = _named(
     "an object of updates by weight",
-    _object(
-        "an object",
-        {"dimensions": _COUNT, "square": _SQUARE, "gradient": _SQUARE}
-        | dict.fromkeys(("rate", "decay", "rest"), _or_null(_NUMBER)),
-    ),
+    _form("an object", _is_object, lambda value: ((key, value[key], _UPDATE[key]) for key in _UPDATE if key in value)),
 )
 _BY_ROUTER = _named("an object of lists of numbers by router", _NUMBERS)
 
@@ -119,7 +115,7 @@ HEADER = dict.fromkeys(("total_steps", "start_step", "world_size"), _COUNT) | {
 NUMBERS = ("loss", "lm_loss", "load_balancing_loss", "mtp_loss", "global_norm", "learning_rate")
 STEP = {
     "step": _STEP,
-    **dict.fromkeys(NUMBERS, _or_null(_NUMBER)),
+    **dict.fromkeys(NUMBERS, _NUMBER_OR_NULL),
     **dict.fromkeys(("time", "tokens", "seconds", "cpu_seconds"), _NUMBER),
     "overflow": _FLAG,
     "samples": _SAMPLES,
@@ -133,7 +129,7 @@ START_OF_STATE = {
 }
 STATE = {
     "step": _STEP,
-    "learning_rate": _or_null(_NUMBER),
+    "learning_rate": _NUMBER_OR_NULL,
     "updates": _COUNT,
     "parts": _PARTS,
     "weights": _WEIGHTS,
@@ -147,18 +143,14 @@ END_OF_STATE = {"step": _STEP, "end": _TRUE, "state": _STATE, "modules": _MODULE
 
 
 def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, number: int) -> None:
-    """Raise DataError if a recorded line holds a value of a wrong type; the message names the file, the line and the
-    key.
-    """
+    """Raise DataError if a recorded line holds a value of a wrong type."""
     for name, each in form.items():
-        if name in record and (wrong := _wrong(record[name], each)):
+        if name in record and (wrong := each(record[name])):
             raise DataError(f"{file}: line {number}: {name}{wrong[0]} {wrong[1]}; {_MEND}")
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError if a line records another number of experts for a router than earlier lines do; `known` holds the
-    number of experts of each router.
-    """
+    """Raise DataError if the experts of a router are not as many as `known` from earlier lines."""
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):
@@ -166,18 +158,3 @@ def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, 
                     f"{key}.{router} has {len(numbers)} numbers, but must have {known[router]}, as in the lines before"
                 )
                 raise DataError(f"{file}: line {number}: {wrong}; {_MEND}")
-
-
-def _wrong(value: Any, form: Form) -> tuple[str, str] | None:
-    """Return the path inside a value to a wrong value, and what is wrong with it; return None if nothing is wrong.
-
-    The path is made only then, because a run writes many lines.
-    """
-    if not form.holds(value):
-        text = json.dumps(value)
-        return "", f"is {text if len(text) <= _SHORT else f'{text[:_SHORT]}...'}, but must be {form.words}"
-    if form.inner is not None:
-        for name, each, inner in form.inner(value):
-            if found := _wrong(each, inner):
-                return f".{name}{found[0]}", found[1]
-    return None

@@ -1,6 +1,5 @@
-"""This module finds gaps in the records of a run: steps that its metrics skip, ranks that recorded less than others,
-recorded states that are missing, and steps that only one of two runs has. Two runs are called equal only if the records
-of both runs have no gap.
+"""This module finds gaps in the records of a run: missing steps, ranks that recorded less than others, and steps that
+only one of two runs has. Only runs without a gap are called equal.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Line = Mapping[str, Any]
 
 
 class Side(Protocol):
-    """A `Side` holds those attributes of `evidence.Side` (the records of one run) in which a gap can be found."""
+    """A `Side` holds those attributes of `evidence.Side` in which a gap can be found."""
 
     recipe: Recipe
     steps: dict[int, dict[str, Any]]
@@ -49,8 +48,8 @@ class Side(Protocol):
 
 
 def take_out(side: Side, metrics: Mapping[int, Readings], headers: Mapping[int, list[Mapping[str, Any]]]) -> list[str]:
-    """Remove records that only some ranks have from `side`, and return one sentence for each gap in the records;
-    `headers` holds for each rank the first line of each part of its metrics file.
+    """Remove from `side` what only some ranks recorded, and return a sentence for each gap; `headers` holds for each
+    rank the first line of each part of its metrics.
     """
     return [
         *_steps(side),
@@ -107,9 +106,7 @@ def _numbers(side: Side) -> Iterator[str]:
 
 
 def _skipped(side: Side) -> Iterator[str]:
-    """Take out what is recorded of the gradients and updates of steps that the loss scale skipped: nothing is known of
-    them. Earlier versions computed them from moments that had not changed.
-    """
+    """Take out the gradients and updates of steps that the loss scale skipped, of which nothing is known."""
     skipped = set()
     for step, state in side.states.items():
         if side.steps.get(step, {}).get("overflow") or any(line.get("skipped") for line in state.lines.values()):
@@ -196,9 +193,7 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return the numbers of steps as text, such as "steps 3 to 7 are"; if there are many, the text holds only their
-    count and the first of them. The argument `verb` gives the verb for one step and for several steps.
-    """
+    """Return steps as text, such as "steps 3 to 7 are"; `verb` holds the verb of one step and of several."""
     found = sorted(steps)
     one, _, many = verb.partition("|")
     if len(found) == 1:
@@ -210,9 +205,7 @@ def listed(steps: Iterable[int], verb: str = " is| are") -> str:
 
 
 def tell_steps(a: Side, b: Side) -> bool:
-    """Return whether one of the runs has recorded steps that the other has not, and note these steps, because they are
-    not compared.
-    """
+    """Return whether one run has recorded steps that the other has not, and note that these are not compared."""
     if a.steps.keys().isdisjoint(b.steps):
         b.notes.append(
             f"no step is in both runs: A has {min(a.steps)} to {max(a.steps)}, B {min(b.steps)} to {max(b.steps)}; "
@@ -261,12 +254,10 @@ def _by_steps(whose: str, lacking: Mapping[str, list[int]]) -> Iterator[str]:
 
 
 def _some(keys: list[str]) -> str:
-    """Return the first of the keys, and how many more there are."""
     return f"`{keys[0]}`" + (f" and {len(keys) - 1} more keys" if len(keys) > 1 else "")
 
 
 def _since(starts: list[Any], step: int) -> int:
-    """Return the last step before a step after which the run started; since then its lines have the same names."""
     return max((start.step for start in starts if start.step < step), default=0)
 
 
@@ -301,9 +292,7 @@ def _of_update(told: Line, updates: int | None) -> Iterator[str]:
 
 
 def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
-    """Yield the moments of the optimizer that are missing, and the updates that are missing although their moments were
-    recorded.
-    """
+    """Yield missing moments of the optimizer, and missing updates whose moments were recorded."""
     one, two = MOMENTS
     for name in dict.fromkeys(map(weight_of, state)):
         if (one + name in state) != (two + name in state):
@@ -314,9 +303,8 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
-    """Compare the recorded lines of two runs with the same configuration and layout. Yield (0 for run `a` or 1 for run
-    `b`, a sentence) for each line that lacks names which the same line of the other run has. Recorded states after a
-    skipped step are not compared, because such a step has no updates.
+    """Yield (0 or 1, a sentence) for each line of run `a` or `b` that lacks names which the same line of the other run
+    has; both have one configuration. States after a skipped step are left out.
     """
     for step in sorted(a.steps.keys() & b.steps.keys()):
         yield from _other(_known(a.steps[step]), _known(b.steps[step]), f"the metrics of step {step} lack")
@@ -350,5 +338,4 @@ def _paths(line: Line) -> set[str]:
 
 
 def _known(record: Line) -> set[str]:
-    """Return the keys of a record whose values are not null."""
     return {key for key, value in record.items() if value is not None}

@@ -1,5 +1,5 @@
-"""This module checks the records of one run against laws, which are relations that hold in every correct run. The
-module also defines findings (recorded differences), and the stages in which two runs are compared.
+"""This module checks the records of one run against laws, which are relations that hold in every correct run, and
+defines findings and the stages in which runs are compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _FAR = 100  # times Adam's epsilon or rounding; beyond it neither can keep a wei
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a difference between two runs, or a law that the run `side` breaks. If `late` is true, the finding
-    was made only after the last step, so any earlier step may be its cause.
+    """A `Finding` is a difference between two runs, or a law that the run `side` breaks; `late`: it was made only after
+    the last step, so that any earlier step may be its cause.
     """
 
     step: int
@@ -66,18 +66,15 @@ class Finding:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return the key by which findings are sorted: by step, then by stage, then by error with the largest error
-        first.
-        """
+        """Return the key by which findings are sorted: step, stage, and the largest error first."""
         return self.step, STAGES.index(self.stage), -self.error
 
 
 def laws(side: Side) -> Iterator[Finding]:
     """Yield a finding for each law (relation that holds in every correct run) that the records of a run break."""
     for start in side.starts:
-        yield from _finite_law(side, start, RESUME if start.step else START)
-        if side.parts or len(start.lines) == 1:  # otherwise nobody knows which tensors are copies, and which are parts
-            yield from _copies_law(side, start, RESUME if start.step else START)
+        known = bool(side.parts) or len(start.lines) == 1  # which tensors are copies, and which are parts
+        yield from _tensors_law(side, start, RESUME if start.step else START, known)
         if start.step in side.states:  # this run had been here itself before it was resumed
             yield from _restored(side, start)
     yield from _built_law(side)
@@ -86,30 +83,32 @@ def laws(side: Side) -> Iterator[Finding]:
     yield from _alike_law(side)
     starts = {start.step: start for start in side.starts}
     for step, state in sorted(side.states.items()):
-        yield from _copies_law(side, state, UPDATE)
+        yield from _tensors_law(side, state, UPDATE)
         yield from _gradients_law(side, step)
-        yield from _finite_law(side, state, UPDATE)
         yield from norm_law(side, step)
         yield from _update_law(side, state)
         yield from _router_law(side, state, side.states.get(step - 1) or starts.get(step - 1))
 
 
-def _copies_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
-    """Yield findings unless all ranks that hold a copy of a tensor hold the same values; `stage` is the stage of
-    findings about weights.
+def _tensors_law(side: Side, state: State, stage: str, copies: bool = True) -> Iterator[Finding]:
+    """Yield findings about tensors that are not finite or, if `copies` are known, whose copies differ; `stage` is that
+    of findings about weights.
     """
+    when = "after the step" if stage == UPDATE else "when the training begins"
     for name, tensor in sorted(state.tensors(side.parts).items()):
-        if tensor.differing:
-            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
-            what = f"{name}: copies differ"
-            yield Finding(state.step, where, module_of(name), what, 1.0, tensor.differing, side.name)
+        at = state.step, ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage, module_of(name)
+        if copies and tensor.differing:
+            yield Finding(*at, f"{name}: copies differ", 1.0, tensor.differing, side.name)
+        if tensor.not_finite:
+            yield Finding(*at, f"{name} is not finite {when}", math.inf, tensor.not_finite, side.name)
 
 
 def _built_law(side: Side) -> Iterator[Finding]:
     """Yield findings unless the built model and optimizer have the settings of the recipe."""
     for name, wanted in built_of(side.recipe).items():
         found = side.effective.get(name, wanted)
-        if found != wanted and not (_number(found) and _number(wanted) and math.isclose(found, wanted, rel_tol=1e-6)):
+        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
+        if found != wanted and not (numbers and math.isclose(found, wanted, rel_tol=1e-6)):
             what = f"{name} was built as {found}; the recipe says {wanted}"
             yield Finding(0, CONFIGURATION, "configuration", what, math.inf, (), side.name)
 
@@ -189,29 +188,14 @@ def _alike_law(side: Side) -> Iterator[Finding]:
 
 
 def _gradients_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding for each gradient that has a NaN or an infinity. A step that the optimizer skipped because its
-    gradients overflowed is not a fault; such a step does not change the tensors.
-    """
     for name, norm in sorted(side.gradients(step).items()):
         if not math.isfinite(norm):
             what = f"the norm of the gradient of {name} is {norm}"
             yield Finding(step, GRADIENTS, module_of(name), what, math.inf, (), side.name)
 
 
-def _finite_law(side: Side, state: State, stage: str) -> Iterator[Finding]:
-    """Yield a finding for each recorded tensor that has a NaN or an infinity; `stage` is that of weights."""
-    when = "after the step" if stage == UPDATE else "when the training begins"
-    for name, tensor in sorted(state.tensors(side.parts).items()):
-        if ranks := tensor.not_finite:
-            where = ROUTERS if stage == UPDATE and name.endswith(COUNTERS) else stage
-            what = f"{name} is not finite {when}"
-            yield Finding(state.step, where, module_of(name), what, math.inf, ranks, side.name)
-
-
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding unless the norm of all clipped gradients is equal to the logged global norm, or to the clipping
-    limit if the limit is smaller.
-    """
+    """Yield a finding unless the clipped gradients have the logged global norm, or the limit if that is smaller."""
     record, view = side.steps.get(step, {}), View(side.recipe)
     model = side.recipe["model"]["model_config"]
     mtp = model.get("num_nextn_predict_layers") or model.get("mtp_num_layers")
@@ -233,8 +217,7 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def _update_law(side: Side, state: State) -> Iterator[Finding]:
-    """Yield findings unless each weight moves by AdamW with the step's learning rate; weights of one dimension do not
-    decay.
+    """Yield findings unless each weight moves by AdamW with the step's rate; those of one dimension do not decay.
 
     Of Muon's steps of matrices nothing is fitted; it leaves the other weights to AdamW.
     """
@@ -266,16 +249,13 @@ def _update_law(side: Side, state: State) -> Iterator[Finding]:
 
 
 def _roundoff(side: Side) -> float:
-    """Return the largest relative error of a weight that is stored in the type in which a run keeps its weights."""
     return ROUNDOFF.get(side.recipe["model"]["model_config"].get("params_dtype", ""), ROUNDOFF["float32"])
 
 
 def _lost(side: Side, state: State, name: str, rank: int, rate: float) -> float:
-    """Return the share of a weight's update that the rounding of the new weight may change: infinity for a weight that
-    did not move because each element's update was lost in it.
-
-    Where the update is far above the rounding, and the gradient far above Adam's epsilon, a weight that did not move
-    has lost nothing in it.
+    """Return the share of a weight's update that rounding of the new weight may change; infinity for a weight that did
+    not move because each element's update was lost, which cannot be where the update is far above rounding, and the
+    gradient far above Adam's epsilon.
     """
     told, (_, square, shape) = (state.lines[rank][key][name] for key in ("weights", "state"))
     stored = 2 * _roundoff(side) * math.sqrt(square)
@@ -332,11 +312,10 @@ def _passes(side: Side, step: int) -> float:
 
 
 def loads_of(side: Side, step: int) -> dict[str, list[float]]:
-    """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens for this
-    expert.
+    """Return for each router the load of each expert in a step, averaged over the ranks that counted tokens.
 
-    In a data-parallel graph each rank counts its own tokens, and the bias moves by the mean of the ranks' loads; in a
-    sharded graph all ranks of a stage have the same counts, and ranks of other stages have none.
+    In a data-parallel graph each rank counts its own tokens, and the bias moves by the mean of the loads; in a sharded
+    graph all ranks of a stage have the same counts, and ranks of other stages have none.
     """
     found: dict[str, list[list[float]]] = {}
     for line in side.states[step].lines.values() if step in side.states else ():
@@ -347,15 +326,13 @@ def loads_of(side: Side, step: int) -> dict[str, list[float]]:
 
 
 def limit_of(side: Side) -> float:
-    """Return the largest global norm that a run's gradients have after clipping; infinity if the run does not clip."""
+    """Return the largest global norm after clipping; infinity if the run does not clip."""
     wrapper = side.recipe.get("runner_wrapper") or {}
     return float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else math.inf
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor (at most 1) by which clipping multiplied the gradients of a step. If the clipping factor is 0,
-    return 1, because the gradients before clipping then cannot be computed from the clipped gradients.
-    """
+    """Return the factor (at most 1) by which clipping multiplied a step's gradients; 1 instead of 0."""
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
@@ -369,14 +346,12 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a tensor of this name is a trained weight, or an optimizer moment of one; such a name ends like
-    `weight`, `weight1` (of experts) or `hc_fn` (of residual streams).
-    """
+    """Return whether this names a trained weight or its moment, such as `weight`, `weight1` (experts) or `hc_fn`."""
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 
 def module_of(name: str) -> str:
-    """Return the part of the model to which a weight, an optimizer moment or a router's counter belongs."""
+    """Return the part of the model to which a weight, a moment or a router's counter belongs."""
     name = weight_of(name)
     group = group_of(name) if "." in name else name
     inside = "self_attention" in name and group.endswith(".norms")  # such as that of the latent keys and values
@@ -384,8 +359,8 @@ def module_of(name: str) -> str:
 
 
 def output_of(side: Side, name: str) -> str:
-    """Return the name of the module to which a recorded output belongs: layers after the last decoder layer are MTP
-    layers, and queries, keys and values belong to the module `attention`.
+    """Return the module to which a recorded output belongs: MTP layers come after the decoder layers, and queries, keys
+    and values belong to `attention`.
     """
     words, layers = name.split("."), int(side.recipe["model"]["model_config"]["num_hidden_layers"])
     if words[0] == "layers" and int(words[1]) >= layers:
@@ -396,9 +371,7 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return the difference between two numbers relative to the larger one; 0 if both are NaN, infinity if only one is
-    finite.
-    """
+    """Return the relative difference of two numbers; 0 if both are NaN, infinity if only one is finite."""
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
     error = abs(one - two) / max(abs(one), abs(two))
@@ -406,16 +379,10 @@ def far(one: float, two: float) -> float:
 
 
 def ratio_of(one: float, two: float) -> str:
-    """Return the ratio of the second number to the first as text, such as "2 times" or "1/2 times"; ratios near a whole
-    number are rounded to it.
-    """
+    """Return the ratio of the second number to the first as text, such as "2 times" or "1/2 times"."""
     factor = two / one if one else math.inf
     if not math.isfinite(factor):
         return f"{factor:.6g} times"
     whole = round(factor) if factor >= 1 else (round(1 / factor) if factor else 0)
     near = whole > 1 and abs((factor if factor >= 1 else 1 / factor) - whole) < 1e-3
     return f"{'' if factor >= 1 else '1/'}{whole} times" if near else f"{factor:.6g} times"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,6 +1,5 @@
-"""This module computes, independently of MindFormers, two things that a run should have recorded: the settings with
-which the model and the optimizer should be built, and the outputs of the first recorded step, by a forward pass in
-NumPy.
+"""This module computes, independently of MindFormers, with which settings model and optimizer of a run must be built,
+and the outputs of a recorded step by a forward pass in NumPy.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FIELDS = (
 
 
 def built_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of model and optimizer that a correct run of this recipe records after its model is built."""
+    """Return the settings of model and optimizer that a correct run of this recipe records."""
     optimizer: Mapping[str, Any] = recipe.get("optimizer") or {}
     found: dict[str, Any] = {}
     if betas := optimizer.get("betas"):
@@ -52,15 +51,12 @@ def built_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def bias_rate_of(recipe: Recipe) -> float | None:
-    """Return the rate at which the routers' biases are updated; it is 0 if the recipe trains only LoRA adapters
-    (plugins.lora).
-    """
+    """Return the rate of the routers' biases, which is 0 if only LoRA adapters train (plugins.lora)."""
     rate = View(recipe).get((*MODEL, BIAS_RATE))
     return 0.0 if rate and _adapters(recipe) else rate
 
 
 def _adapters(recipe: Recipe) -> lora.Settings | None:
-    """Return the settings of plugins.lora; None if the plugin is off."""
     written = View(recipe).get(tuple(lora.KEY.split(".")))
     return lora.Settings.look(written)[0] if isinstance(written, Mapping) else None
 
@@ -79,9 +75,9 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (step, module -> its output computed in NumPy, router -> number of tokens whose expert scores are tied,
-    ""); if nothing can be computed, return (0, {}, {}, reason). The file `kept_in` holds the weights and the batch of
-    the computed step, which is the first recorded step since the last resume or, for the file `END`, the last step.
+    """Return (step, module -> output in NumPy, router -> number of tokens with tied scores, ""), or (0, {}, {},
+    reason). The file `kept_in` holds weights and batch: of the first recorded step since the last resume or, for `END`,
+    of the last step.
     """
     file = side.folder / kept_in
     if not file.is_file():

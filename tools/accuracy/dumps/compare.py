@@ -1,12 +1,6 @@
 """This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
-TeleChat3-MoE report. The module names the usual cause of the earliest difference, because all later differences may
-follow from the earliest one. In each step, the weights are compared first, then the batch, the forward pass and the
-backward pass.
-
-    weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
-    the batch     what arrives at the outermost cell
-    forward       call by call, and with it state: counters and caches, which a call may just have filled
-    backward
+TeleChat3-MoE report, and names the usual cause of the earliest difference, from which all later ones may follow. In
+each step the weights come first, then the batch, the forward pass and the backward pass.
 
 A difference in the first step has arisen before any update. If a later step is the first to differ, the optimizer has
 moved weights, or the code between two steps has moved a state.
@@ -57,9 +51,7 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return for each phase (forward, backward, weights, state) the earliest finding: the earliest step, in it the
-    earliest call, and in it the lowest rank.
-    """
+    """Return for each phase the earliest finding: of the earliest step, in it call, and in it rank."""
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row
@@ -101,12 +93,12 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def _differs(row: Row) -> bool:
-    """Return whether a finding is a difference between the dumps, and not the same NaN in both."""
+    """Return whether a finding is a difference, and not the same NaN in both dumps."""
     return bool(row.kind) and not (row.kind == NAN and row.error <= row.tolerance)
 
 
 def _agree(rows: list[Row], findings: list[Row]) -> str:
-    """Return a sentence about dumps of which no tensor differs, and which have the same NaN if there are `findings`."""
+    """Return a sentence about dumps without a difference; `findings` are the same NaN in both."""
     unknown = sum(row.by == NOTHING for row in rows)
     if unknown == len(rows):
         return "No tensor could be judged."
@@ -120,7 +112,7 @@ def _agree(rows: list[Row], findings: list[Row]) -> str:
 
 
 def origin(row: Row) -> str:
-    """Return a text about the call or update that computed a tensor, as far as the dump shows it."""
+    """Return a text about the call or update that computed a tensor."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -135,10 +127,7 @@ def _path(row: Row) -> str:
 
 
 def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
-    """Return whether a computed value, or an input, differs before the call that uses this parameter.
-
-    What goes into a call inside the parameter's own cell does not count: the cell may have passed the parameter on.
-    """
+    """Return whether a value differs before the call that uses this parameter, other than in the parameter's cell."""
     if backward and backward.order < parameter.order:
         return True  # an optimizer's state
     if forward is None or forward.role not in ROLES:
@@ -178,7 +167,6 @@ def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
 
 
 def _moved(row: Row, rows: list[Row]) -> str:
-    """Return what the optimizer did to the weights of a later step, by what most wrong updates look like."""
     wrong = [each for each in rows if each.phase == WEIGHTS and _differs(each)]
     weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
     cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
@@ -257,21 +245,21 @@ class Report:
 
     @cached_property
     def findings(self) -> list[Row]:
-        """Return the judgements (rows) of all tensors that did not pass the comparison."""
+        """Return the rows that did not pass."""
         return [row for row in self.rows if row.kind]
 
     @property
     def passed(self) -> bool:
-        """Return whether at least one tensor was compared and every compared tensor passed."""
+        """Return whether at least one tensor was compared, and all passed."""
         return any(row.by != NOTHING for row in self.rows) and not self.findings
 
     @cached_property
     def first(self) -> dict[str, Row | None]:
-        """Return the earliest finding of each phase (forward, backward, weights, state), as `first_findings` does."""
+        """Return the earliest finding of each phase."""
         return first_findings(self.findings)
 
     def summary(self) -> str:
-        """Return one line of text with the numbers of tensors, of identical tensors and of findings."""
+        """Return one line with the numbers of tensors, of identical tensors and of findings."""
         exact = sum(not row.error and row.by != NOTHING for row in self.rows)
         weak = sum(not row.error and row.by == "statistics" for row in self.rows)
         how = (" by statistics" if weak == exact else f" ({weak} by statistics)") if weak else ""
@@ -282,9 +270,7 @@ class Report:
         return text + (f": {kinds}" if kinds else "") + (f"; {unknown} unknown" if unknown else "")
 
     def notes(self) -> list[str]:
-        """Return sentences about the limits of the comparison, for example that some tensors were judged only by
-        statistics.
-        """
+        """Return sentences about the limits of the comparison."""
         found = []
         weak = sum(row.by == "statistics" for row in self.rows)
         if weak and self.task == "statistics":
@@ -317,9 +303,6 @@ class Report:
         return found
 
     def _about_updates(self) -> list[str]:
-        """Return lines that say which weight updates were judged, and how precisely; without judged updates, a line
-        says that the optimizer was not compared.
-        """
         judged, found = self.judged, []
         if self.updates > judged.exact:
             least = "they moved the same on both sides, or not at all in GOLDEN"
@@ -335,14 +318,12 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Return a sentence that says what the earliest difference between the dumps usually means, and where to look
-        for its cause.
-        """
+        """Return a sentence that says what the earliest difference usually means."""
         said, layouts = meaning(self.rows, self.trained_known), self.layouts if any(map(_differs, self.rows)) else ""
         return f"The parallel layouts differ ({layouts}), which may be all. {said}" if layouts else said
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as values for JSON, without the rows of tensors that passed."""
+        """Return the comparison as values for JSON, without rows that passed."""
         return {
             **{name: getattr(self, name) for name in ("golden", "bench", "level", "task", "passed")},
             "tensors": len(self.rows),
@@ -358,7 +339,7 @@ class Report:
 
 
 def finding_text(row: Row) -> str:
-    """Return one line of text about a finding: the step, the rank, the name of the tensor, and the difference."""
+    """Return one line of text about a finding."""
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
@@ -367,15 +348,9 @@ def finding_text(row: Row) -> str:
 def compare_dumps(
     golden: Dump, bench: Dump, promoted: bool = False, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Report:
-    """Compare two dumps tensor by tensor and return the report.
-
-    Args:
-        promoted: whether the golden side computed in a wider type (report section 3.1 (1)), so that another type is not
-            a finding.
-        progress: called with the number of compared tensors and the number of all tensors.
-
-    Raises:
-        DataError: the dumps are not of the same kind, one is broken, or neither holds a tensor.
+    """Compare two dumps tensor by tensor. With `promoted` the golden side may have computed in a wider type (report
+    section 3.1 (1)); `progress` is called with the number of compared and of all tensors. Raise DataError if the dumps
+    are not of the same kind, if one is broken, or if neither holds a tensor.
     """
     check_alike(golden, bench)
     found: list[Pair] = []
@@ -413,7 +388,6 @@ def compare_dumps(
 
 
 def _layouts(golden: Dump, bench: Dump) -> str:
-    """Return the parallel layouts of two dumps, "" if they are equal or a dump does not hold the recipe of its run."""
     found = []
     for dump in (golden, bench):
         try:
@@ -426,7 +400,7 @@ def _layouts(golden: Dump, bench: Dump) -> str:
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:
-    """Raise DataError if the two dumps cannot be compared, for example because their msprobe levels differ."""
+    """Raise DataError if the two dumps cannot be compared."""
     for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
         if ours != theirs:
             raise DataError(

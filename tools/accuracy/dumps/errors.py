@@ -67,10 +67,7 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """A `Scale` is a factor by which all elements of a tensor differ from the golden tensor, found by least squares.
-    `error` is the distance between 1 and the interval [low, high] in which the factor lies; `allowed` is the tolerance
-    of `error`.
-    """
+    """A `Scale` is a factor that all elements of a tensor share; `error` is the distance of its interval from 1."""
 
     factor: float
     error: float
@@ -78,9 +75,8 @@ class Scale:
 
 
 def scaled(found: Measured, golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor by which all values of one .npy file differ from those of the other file; return None if its
-    distance from 1 is within the tolerance. The files are read again only if the factor that follows from the sums in
-    `found`, the result of `measure`, is over the smallest tolerance.
+    """Return the factor by which all values of two .npy files differ; None if it is within the tolerance. The files are
+    read again only if the sums in `found`, the result of `measure`, exceed the smallest tolerance.
     """
     floor, sigmas = systematic(dtype)
     error = distance(found.sums)
@@ -91,9 +87,7 @@ def scaled(found: Measured, golden: Path, bench: Path, dtype: str) -> Scale | No
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """Return the distance between 1 and the interval in which the common factor of two tensors lies; `sums` holds the
-    sums of want^2, want d and d^2, where d is the difference got - want.
-    """
+    """Return the distance of [low, high] from 1; `sums` holds the sums of want^2, want d and d^2."""
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -102,9 +96,7 @@ def distance(sums: tuple[float, float, float]) -> float:
 
 
 def deviation(golden: Path, bench: Path, below: float = math.inf) -> float:
-    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of two .npy files, where want holds the golden values and d the
-    differences; values that are not finite in both files are left out, and so are fills, which reach `below`.
-    """
+    """Return sqrt(sum(want^2 d^2)) / sum(want^2) of the finite values below `below` of two .npy files."""
     squares = products = 0.0
     with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -136,9 +128,7 @@ class Measured:
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
-    """Compare the values of two .npy files whose arrays have the same shape; `smallest` is the smallest normal number
-    of the compared data type. Raise DataError if a file is missing or broken.
-    """
+    """Compare two .npy files; `smallest` is the type's smallest normal number. Raise DataError if one is broken."""
     with NpyFile(golden) as want, NpyFile(bench) as got:
         if want.size != got.size:
             raise DataError(
@@ -168,14 +158,11 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
 
 
 def _powers(want: NpyFile, got: NpyFile) -> np.ndarray:
-    """Return the result of `judge.powers` for two files."""
     return sum((powers(b, a) for a, b in pieces(want, got)), np.zeros((2, 1), int))
 
 
 def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float, float]:
-    """Return whether all bits agree, and the sum of squares of `want` (0 for integers), of all pieces and of the piece
-    with the largest sum.
-    """
+    """Return whether all bits agree, and the sum of squares of `want`, of all pieces and of the largest piece."""
     identical, sums = want.dtype == got.dtype, [0.0]
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -188,9 +175,7 @@ def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float, float]:
 
 
 def _worst(want: NpyFile, got: NpyFile, tolerance: float, error_of: ErrorOf) -> Measured:
-    """Return the largest error, and the number of elements over the tolerance; `error_of` computes the errors of one
-    piece of `want` and `got`.
-    """
+    """Return the largest error and the number of errors over the tolerance; `error_of` computes those of one piece."""
     worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
     with np.errstate(all="ignore"):
         for a, b in pieces(want, got):
@@ -219,9 +204,7 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: fl
 
 
 def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float, below: float) -> Measured:
-    """Return the result of `judge.errors`, computed in float64, of the values whose magnitude in `want` is smaller than
-    `below`, and of those that are not finite.
-    """
+    """Return `judge.errors` in float64, of values that are smaller than `below` in `want`, or not finite."""
     squares, count = 0.0, 0
     for (a,) in pieces(want):
         finite = a[np.isfinite(a) & (np.abs(a) < below)].astype(np.float64)
@@ -245,9 +228,8 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float, below:
 
 
 def filled(item: Item) -> int:
-    """Return -1 or 1 if the statistics of a tensor show that a mask has filled it with huge values of this sign
-    (`judge.fills`), beside which mean and norm do not show the others: its smallest or its largest value is far from 0,
-    and the other one of the two is not. Return 0 for all other tensors.
+    """Return -1 or 1 if statistics show that a mask has filled a tensor with huge values of this sign (`judge.fills`):
+    of its smallest and largest value one is far from 0. Return 0 for all other tensors.
 
     Positive fills must be larger than negative ones: squares, sums and positions are large and positive without a mask.
     """
@@ -260,10 +242,8 @@ def filled(item: Item) -> int:
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the largest relative difference between the dumped statistics (max, min, mean, L2 norm) of a tensor; inf
-    if a statistic differs and is not finite. Statistics that are equal and not finite are left out. In a tensor that a
-    mask has filled, the error of the largest value (or the smallest, if the fills are positive) is relative to this
-    value.
+    """Return the largest relative difference between the statistics (max, min, mean, L2 norm) of a tensor; inf if one
+    differs and is not finite. In a tensor that a mask has filled, the error of its other end is relative to this value.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
@@ -286,8 +266,8 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between the L2 norms of a tensor in two dumps; return None if the factor's distance from 1 is
-    within the tolerance, which follows from `tolerance`, the tolerance of single elements.
+    """Return the factor between a tensor's L2 norms in two dumps; None if it is within the tolerance, which follows
+    from that of single elements.
     """
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]

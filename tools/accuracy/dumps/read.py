@@ -68,20 +68,18 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the key by which calls of two dumps are paired: kind, path, phase and number of the call. The key
-        contains no class name, because frameworks name their classes differently.
-        """
+        """Return the key by which calls of two dumps are paired; frameworks name their classes differently."""
         return self.kind, self.path, self.phase, self.call
 
     @property
     def place(self) -> str:
-        """Return the path of the cell or the name of the function, for messages."""
+        """Return the path of the cell, or the name of the function, for messages."""
         return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
 
 
 def parse(text: str) -> Name:
-    """Split a key of dump.json, such as `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or
-    `Functional.NAME.N.backward`, into its parts; raise ValueError for a key of another form.
+    """Split a key of dump.json, such as `Cell.PATH.CLASS.forward.N` or `Functional.NAME.N.backward`, into its parts;
+    raise ValueError for a key of another form.
     """
     parts = text.split(".")
     marks = (FORWARD, BACKWARD, GRADIENT)
@@ -146,7 +144,7 @@ class NpyFile:
 
 @lru_cache(maxsize=4096)
 def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
+    """Return NumPy's reading of a header; most arrays of a dump share theirs with others."""
     stream = io.BytesIO(head)
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("the version of the .npy format must be 1.0")
@@ -159,9 +157,7 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield tuples that hold a piece of each of up to four .npy files with the same number of values; the pieces are
-    flat views of buffers, which the next tuple overwrites.
-    """
+    """Yield a piece of each of up to four .npy files of one size; the next tuple overwrites the buffers."""
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
     return zip(*(file.chunks(buffer) for file, buffer in zip(files, _own.buffers, strict=False)), strict=True)
@@ -182,16 +178,14 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """Return the name of a parameter within its cell; for the gradient of a parameter (such as `weight.0`), return
-        the name of this parameter.
-        """
+        """Return the name of a parameter within its cell, also for its gradient (such as `weight.0`)."""
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
 
     @property
     def is_tensor(self) -> bool:
-        """Return whether the dumped value is a tensor, and not a plain Python value."""
+        """Return whether the value is a tensor, and not a plain Python value."""
         return bool(self.statistics)
 
 
@@ -204,7 +198,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return a nested dictionary step -> rank -> the folder in which this rank dumped the kernels of this step."""
+    """Return step -> rank -> the folder in which this rank dumped its kernels."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)
@@ -214,9 +208,7 @@ def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def kernel_entries(rank: Path, step: int) -> list[Entry]:
-    """Return the dumped kernels of a step in the order in which they ran; raise DataError if a file is broken, or if
-    its name is not one that MindSpore gives to a dumped kernel.
-    """
+    """Return the kernels of a step in the order in which they ran; raise DataError if a file or its name is wrong."""
     found = [file for folder in sorted(rank.glob(f"Net/*/{step}")) for file in _kernel_files(folder)]
     found.sort(key=lambda file: file[0])
     calls: dict[tuple[str, str], int] = {}
@@ -270,7 +262,7 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Return the numbers of all steps from which the dump has calls or weights."""
+        """Return all steps of which the dump has calls or weights."""
         return sorted({*self.folders, *self.weights})
 
     @property
@@ -279,9 +271,7 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Return for one step and rank the weights before the step, and then the dumped calls in the order in which
-        they ended.
-        """
+        """Return the weights before a step, and then its calls in the order in which they ended."""
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
@@ -290,7 +280,7 @@ class Dump:
 
 
 def open_dump(folder: Path) -> Dump:
-    """Return the dump in `folder`; raise DataError if this folder does not hold a complete dump."""
+    """Return the dump in `folder`; raise DataError if it is not a complete dump."""
     if not folder.is_dir():
         if folder.exists():
             raise DataError(
@@ -317,13 +307,11 @@ def open_dump(folder: Path) -> Dump:
 
 
 def _steps(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> folder with a dump.json."""
     folders = {int(match[1]): _ranks(path) for path in folder.glob("step*") if (match := _STEP.match(path.name))}
     return {step: ranks for step, ranks in sorted(folders.items()) if ranks}
 
 
 def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]]) -> None:
-    """Raise DataError unless there are steps, and all have the same ranks."""
     if not folders:
         raise DataError(f"{folder}: this is not a dump, because it holds no stepN/rankM/dump.json{_elsewhere(folder)}")
     first = sorted(next(iter(folders.values())))
@@ -336,7 +324,6 @@ def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict
 
 
 def _elsewhere(folder: Path) -> str:
-    """Return a hint at the folder that the user may have meant."""
     if (folder / "dump.json").exists():
         return f"; it is one rank of a dump: give {folder.parent.parent}"
     if any(folder.glob("*/dump.json")):
@@ -438,7 +425,7 @@ def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
 
 
 def _wrong(node: dict[str, Any]) -> str | None:
-    """Return in words the fault of a tensor's entry that no dump can have; None if the entry is right."""
+    """Return the fault of a tensor's entry that no dump can have; None if it is right."""
     dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
     if not isinstance(dtype, str):
         return f"dtype {dtype!r}"

@@ -1,6 +1,4 @@
-"""This module shows a comparison of two dumps on the terminal, as JSON and CSV files, and as one HTML page with a plot
-of the errors.
-"""
+"""This module shows a comparison of two dumps on the terminal, as JSON and CSV files, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an <svg> plot of one phase (such as forward), with the logarithm of each tensor's error, the tolerances,
-    the layers and the steps.
-    """
+    """Return an <svg> plot of one phase: errors by their logarithm, tolerances, layers and steps."""
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
@@ -71,7 +67,6 @@ def _limit(groups: list[list[Row]]) -> str:
 
 
 def _legend(grouped: bool) -> str:
-    """Return the explanation of the marks, drawn above the plot."""
     marks = (
         ('<circle cx="0" cy="-4" r="4" class="good"/>', "within its tolerance"),
         ('<circle cx="0" cy="-4" r="4" class="bad"/>', "a finding"),
@@ -86,7 +81,6 @@ def _legend(grouped: bool) -> str:
 
 
 def _frame() -> str:
-    """Return the lines and labels of the decades, and the label of the axis."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     found = [
         f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">error (logarithmic)</text>'
@@ -119,7 +113,7 @@ def _layers(groups: list[list[Row]]) -> str:
 
 
 def as_page(report: Report) -> str:
-    """Return the whole HTML page of a comparison."""
+    """Return the HTML page of a comparison."""
     title = "no finding" if report.passed else f"{len(report.findings)} findings"
     cut = {
         name: f": the first {SHOWN}" if len(rows) > SHOWN else ""
@@ -165,7 +159,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Write the findings of a comparison to `console`."""
+    """Write the findings to `console`."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
@@ -187,12 +181,10 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write the comparison into compare.json and rows.csv, and into compare.html if `page` is set; if `page` is not
-    set, remove an older compare.html.
+    """Write the comparison into compare.json, rows.csv and, with `page`, compare.html; otherwise remove an older page.
 
-    The files of an older comparison stay until all new ones are written beside them, and two commands rename their
-    files one after the other. compare.json gets its name last, so that the files beside it always belong to it, also
-    after an interruption.
+    Older files stay until all new ones are written beside them. compare.json gets its name last, so that the files
+    beside it always belong to it, also after an interruption.
     """
     content, rows, html = (out / name for name in ("compare.json", "rows.csv", "compare.html"))
     out.mkdir(parents=True, exist_ok=True)

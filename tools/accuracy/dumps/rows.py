@@ -48,9 +48,7 @@ _BITS = re.compile(r"b?(float|int|uint)(\d+)$")  # the kind and the bits of a ty
 
 
 class Counter:
-    """A `Counter` computes from the golden dump's calls in one step how many terms are summed in each element of a
-    tensor.
-    """
+    """A `Counter` computes, from the golden dump's calls in one step, how many terms each element of a tensor sums."""
 
     def __init__(self, entries: list[Entry]):
         own: dict[str, tuple[int, int, int]] = {}
@@ -69,9 +67,7 @@ class Counter:
                     self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
-        """Return the accumulation count of a tensor of a call: the number of terms that are summed in each of its
-        elements.
-        """
+        """Return the accumulation count of a tensor of a call."""
         forward, backward, gradient = self._counts.get(_place(entry), (DEFAULT,) * 3)
         if entry.name.phase == GRADIENT:
             return gradient
@@ -119,7 +115,7 @@ def _counts(entry: Entry) -> tuple[int, int, int]:
 
 
 def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...]) -> int:
-    """Return the number of terms in an element of a matrix product, from the shapes of its factors and of its result.
+    """Return the number of terms in an element of a matrix product, from the shapes of its factors and its result.
 
     A batch that both factors have is in their sizes twice, and in that of the result once. If only the result has one,
     each of its matrices is the sum over a part of the rows.
@@ -133,9 +129,7 @@ def _terms(one: tuple[int, ...], other: tuple[int, ...], product: tuple[int, ...
 
 
 class Trained:
-    """A `Trained` says which parameters are trained (have a gradient), according to the calls in both dumps; `known` is
-    false if the dumps do not show this, such as dumps of forward passes only.
-    """
+    """A `Trained` says which parameters have a gradient in one of the dumps, if this is `known`."""
 
     def __init__(self, entries: Iterable[Entry]):
         self._trained: set[tuple[str, str]] = set()
@@ -149,9 +143,7 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a parameter is trained (has a gradient); return True if the dumps do not show which parameters
-        are trained.
-        """
+        """Return whether a parameter is trained, or may be."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -179,7 +171,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` holds the two dumps' entries for one tensor; the entry is None for a dump that lacks the tensor."""
+    """A `Pair` holds the two dumps' entries for one tensor; None for a dump that lacks it."""
 
     step: int
     rank: int
@@ -190,17 +182,15 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the call and the tensor in the golden dump; if the golden dump lacks them, return those in the other
-        dump.
-        """
+        """Return the call and the tensor in the golden dump or, if it lacks them, in the other."""
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor of a step, in the order of the golden dump's calls; tensors of calls that only the
-    other dump has are yielded after the common call before them.
+    """Yield a pair for each tensor of a step in the order of the golden dump's calls, and the calls that only the other
+    dump has after the common call before them.
     """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
@@ -217,7 +207,6 @@ def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iter
 
 
 def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None, Entry | None]]:
-    """Return pairs of the calls of both dumps that have the same name and number."""
     left = {entry.name.key: entry for entry in bench}
     known = {entry.name.key for entry in golden}
     behind: dict[object, list[Entry]] = {}  # what only `bench` calls, by the common call before it
@@ -235,7 +224,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the judgement of one tensor or plain value in two dumps; return None for plain values that are equal."""
+    """Return the judgement of one tensor or plain value; None for plain values that are equal."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -262,16 +251,14 @@ def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
 
 
 def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
-    """Return the phase of a dumped tensor: "weights" for a trained parameter, "state" for any other parameter, and
-    otherwise the pass ("forward" or "backward") in which the tensor was dumped.
-    """
+    """Return "weights" for a trained parameter, "state" for any other, and otherwise the pass of the call."""
     if item and item.role == "parameters":
         return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
 
 
 def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
-    """Compare two Python values: floats to the precision of float32 (NaN equals NaN), all other values exactly."""
+    """Compare two Python values: floats to the precision of float32, all others exactly."""
     a, b = golden.value, bench.value
     if golden.is_tensor != bench.is_tensor:
         detail = f"the data type is {bench.dtype}, but must be {golden.dtype}"
@@ -284,9 +271,7 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the data type by whose tolerances a tensor is judged: its 16-bit type if it has one in either dump,
-    otherwise "float32".
-    """
+    """Return the type by which a tensor is judged: its 16-bit type in either dump, otherwise "float32"."""
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 
@@ -320,15 +305,14 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
 
 
 def _is_wider(one: str, other: str) -> bool:
-    """Return whether the first data type has more bits than the second one of the same kind."""
     sides = [_BITS.match(name) for name in (one, other)]
     kinds, bits = ([side[place] for side in sides if side] for place in (1, 2))
     return len(bits) == 2 and kinds[0] == kinds[1] and int(bits[0]) > int(bits[1])
 
 
 def _is_told(item: Item) -> bool:
-    """Return whether the statistics of a tensor say something of all its values. The mean and norm of values with an
-    infinity or with fills of a mask do not, nor do max and min of a boolean mask with both values.
+    """Return whether statistics say something of all values: mean and norm beside an infinity or fills do not, nor do
+    max and min of a boolean mask with both values.
     """
     known = [each for each in item.statistics if each is not None]
     endless = bool(known) and isinstance(known[-1], float) and math.isinf(known[-1])
@@ -336,7 +320,6 @@ def _is_told(item: Item) -> bool:
 
 
 def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
-    """Compare two tensors by their statistics; the norm shows NaN and infinities, but not where."""
     nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
     error = statistics_error(golden, bench, smallest)
     differing = [got for want, got in zip(golden.statistics, bench.statistics, strict=True) if got != want]

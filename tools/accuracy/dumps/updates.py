@@ -78,7 +78,7 @@ RATE = "learning rate, or what else makes a whole update longer"
 
 @dataclass(frozen=True)
 class Seen:
-    """A `Seen` is the result of comparing one weight's update in two dumps that hold only statistics of the weight."""
+    """A `Seen` compares one weight's update in two dumps that hold only its statistics."""
 
     error: float = 0.0  # of the worst statistic, relative to the change that an update of this size can cause
     allowed: float = 0.0
@@ -90,9 +90,7 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on the largest change of a weight's element in an update, computed from the changes of the
-    weight's statistics; return 0 if the dump has no statistics.
-    """
+    """Return a lower bound on the largest change of an element in an update; 0 without statistics."""
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -104,12 +102,8 @@ def size_of(before: Item, after: Item) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight in two dumps by the weight's statistics before and after the update.
-
-    Args:
-        size: the size of the update of an element of the median weight in this step.
-        gradient_error: the error of this weight's gradient; 0 if its statistics are the same in both dumps.
-        dtype: the judged type.
+    """Compare the updates of one weight by its statistics before and after; `size` is that of an element of the median
+    weight's update, and `gradient_error` is 0 if the gradients' statistics are the same.
     """
     numbers = [_numbers(item) for item in (*golden, *bench)]
     if any(each is None for each in numbers):
@@ -141,7 +135,7 @@ def judge_statistics(
 
 
 def _numbers(item: Item) -> np.ndarray | None:
-    """Return the four statistics of a tensor; return None if one of them is not a finite number."""
+    """Return the four statistics of a tensor; None if one of them is not a finite number."""
     values = item.statistics
     if len(values) != len(STATISTICS) or any(isinstance(value, bool) or value is None for value in values):
         return None
@@ -152,9 +146,7 @@ def _numbers(item: Item) -> np.ndarray | None:
 def _allowed(
     old: np.ndarray, shape: tuple[int, ...], size: float, error: float, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two vectors for an update of this size: the largest change of each statistic, and the allowed difference
-    between the changes in the two dumps.
-    """
+    """Return the largest change of each statistic in such an update, and the allowed difference of the two dumps."""
     root, eps, sigmas = math.sqrt(max(math.prod(shape), 1)), ROUNDOFF[dtype], systematic(dtype)[1]
     base, noise = tolerance(dtype, 1), 2 * math.sqrt(min(error, 1.0))
     norm, largest = max(old[3], 1e-300), max(abs(old[0]), abs(old[1]))
@@ -167,8 +159,8 @@ def _allowed(
 
 
 def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
-    """Return the factor by which `apart` is a multiple of `cause`, and the largest deviation from this multiple
-    relative to its tolerance; return (None, inf) if there is no such factor.
+    """Return the factor by which `apart` is a multiple of `cause`, and the largest deviation as a share of its
+    tolerance; (None, inf) if there is none.
     """
     place = int(np.argmax(np.abs(cause) / allowed))
     factor = apart[place] / cause[place] if cause[place] else 0.0
@@ -180,7 +172,7 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
 
 @dataclass
 class Updates:
-    """An `Updates` counts the weight updates that were judged, and, by reason, the updates that could not be judged."""
+    """An `Updates` counts the weight updates that were judged, and those that could not be."""
 
     judged: int = 0  # the number of judged updates
     exact: int = 0  # the number of updates that were judged from all values
@@ -189,9 +181,7 @@ class Updates:
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
-    """Return the judgements `rows` of the tensors `pairs` (ordered by step) with each wrong weight update marked, and
-    the numbers of judged updates.
-    """
+    """Return `rows` with each wrong update marked, and the numbers of judged updates; `pairs` are in order of steps."""
     rows, updates = list(rows), Updates()
     steps, once = _steps(pairs, rows)
     updates.unknown += Counter({ONCE: once} if steps and once else {})
@@ -213,9 +203,8 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
 
 
 def _steps(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[tuple[int, int, float]], int]:
-    """Return two results. The first has an entry for each trained weight that was dumped in two steps: the indices of
-    the weight's rows, and the error of the gradients between the two steps. The second result is the number of trained
-    weights that were dumped in only one step.
+    """Return the indices of the two rows, with the error of the gradients between, of each trained weight that was
+    dumped in two steps; and the number of those dumped in one step only.
     """
     gradients: dict[tuple, float] = {}  # the largest error so far
     backward: dict[int, float] = {}  # the same of a rank's backward pass
@@ -238,7 +227,6 @@ def _steps(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[tuple[int, i
 
 
 def _key(pair: Pair, row: Row | None) -> tuple[int, str, str]:
-    """Return what names a parameter: its rank, its cell and its name in this cell."""
     entry, item = pair.sides
     assert row is not None and item is not None
     return row.rank, entry.name.path, item.parameter
@@ -252,7 +240,7 @@ def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, It
 
 
 def _files(before: Pair, after: Pair) -> list[Path]:
-    """Return the four files with the values; return an empty list if one of them was not dumped."""
+    """Return the four files with the values; empty if one of them was not dumped."""
     files = [item.file for side in _items(before, after) for item in side if item.file]
     return files if len(files) == 4 else []
 
@@ -260,9 +248,7 @@ def _files(before: Pair, after: Pair) -> list[Path]:
 def _by_statistics(
     before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float, size: float, updates: Updates
 ) -> Row:
-    """Return the row of a weight whose values are unknown, and count in `updates` the way in which the update was
-    judged.
-    """
+    """Return the row of a weight whose values are unknown, and count in `updates` how it was judged."""
     assert old is not None and row is not None
     golden, bench = _items(before, after)
     if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):
@@ -288,7 +274,6 @@ def _by_statistics(
 
 
 def _judged(before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float) -> Row:
-    """Return the row of a weight whose values are known."""
     assert old is not None and row is not None
     if row.kind not in ("", VALUE, SCALED) or not (row.error or old.error):
         return row  # the weight itself is wrong, or all four are bit-identical
@@ -319,9 +304,7 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """A `Moved` compares one weight's update in two dumps, from all values of the weight. The fields `error`, `steady`,
-    `along` and `by_chance` are relative to the L2 norm |u| of the update u in the golden dump.
-    """
+    """A `Moved` compares one weight's update in two dumps from all values, where u, d and v are as above."""
 
     update: float  # |u|
     weight: float  # |w|
@@ -334,9 +317,7 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare the updates of one weight in two runs, from the four files that hold the weight before and after the step
-    in each run. The relative errors are inf if only the second run changed the weight.
-    """
+    """Compare an update in two runs; the errors are inf if only the second run changed the weight."""
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|

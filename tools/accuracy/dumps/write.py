@@ -1,7 +1,6 @@
-"""This module writes a dump of tensors. `tc3 accuracy dump` writes its request into tc3_dump.json, first with complete
-= false, and again with complete = true when all files are on disk. The library msprobe (distribution mindstudio-probe)
-writes the calls of each step. This module writes the weights after the last step, and at msprobe's levels L1 and L2
-also the weights before each step.
+"""This module writes a dump of tensors: tc3_dump.json, with complete = false until all files are on disk; through
+msprobe (distribution mindstudio-probe) the calls of each step; and the weights after the last step, at msprobe's levels
+L1 and L2 also those before each step.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Job:
 
 
 def mark(folder: Path, complete: bool, **facts: Any) -> None:
-    """Write atomically the file `tc3_dump.json`, which marks a folder as a dump and says whether it is complete."""
+    """Write `tc3_dump.json` atomically, which marks a folder as a dump."""
     write_atomically(folder / MARKER, json.dumps({"complete": complete, **facts}, indent=1))
 
 
 def claim(folder: Path) -> None:
-    """Make an empty `tc3_dump.json` in the folder of a new dump; raise DataError if another dump has made it first."""
+    """Make an empty `tc3_dump.json`; raise DataError if another dump has made it first."""
     try:
         (folder / MARKER).open("x").close()
     except FileExistsError:
@@ -48,9 +47,7 @@ def claim(folder: Path) -> None:
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a dump's `tc3_dump.json`, or None if msprobe made the dump without `tc3 accuracy dump`.
-    Raise DataError if `tc3_dump.json` is damaged.
-    """
+    """Return the content of `tc3_dump.json`, None without it; raise DataError if it is damaged."""
     file = folder / MARKER
     if not file.exists():
         return None
@@ -68,9 +65,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if steps or ranks are missing from a dump, because two dumps that lack the same ranks would seem
-    equal.
-    """
+    """Raise DataError if a dump lacks steps or ranks: two that lack the same would seem equal."""
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -86,10 +81,7 @@ def refuse_parts(
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """Return an msprobe `PrecisionDebugger` for one rank, which writes into `folder/stepN/rankM/`. The `level` is L0
-    (cells), L1 (functions), mix (both) or L2 (kernels); with the `task` "tensor" the debugger also writes all values.
-    Each rank gets its own configuration file for msprobe.
-    """
+    """Return msprobe's debugger for one rank, with its own configuration; it writes into `folder/stepN/rankM/`."""
     everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
     content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
     config = folder / f"msprobe_rank{rank}.json"
@@ -103,9 +95,7 @@ def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
 
 
 def use_numpy_statistics() -> None:
-    """Make msprobe (mindstudio-probe 26.2.0) compute statistics with NumPy, because `mint.norm` has no CPU kernel; the
-    results differ from msprobe's only because sums are computed in float64.
-    """
+    """Make msprobe (mindstudio-probe 26.2.0) compute statistics with NumPy, because `mint.norm` has no CPU kernel."""
     import mindspore as ms
     from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
     from msprobe.core.dump.data_dump.data_processor.mindspore_processor import MindsporeDataProcessor
@@ -122,9 +112,7 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return max, min, mean and L2 norm of an array of numbers, max and min of an array of booleans, and an empty tuple
-    for an empty array.
-    """
+    """Return max, min, mean and L2 norm; only max and min of booleans; an empty tuple for an empty array."""
     if not values.size:
         return ()
     if values.dtype == np.bool_:
@@ -134,10 +122,8 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 
 
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
-    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout: statistics,
-    values (bfloat16 as float32), and whether each parameter is trained, because counters, biases and caches are
-    parameters, too. MindSpore creates some weights only when it compiles a graph for several devices; weights that do
-    not exist yet are left out.
+    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout, bfloat16 as
+    float32, and whether each is trained. Weights that MindSpore makes only when it compiles are left out.
     """
     import mindspore as ms
 

@@ -185,11 +185,8 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return the differences from the golden numbers, and the runs that have no golden numbers; with `update` write the
-    numbers instead, and return two empty lists.
-
-    Args:
-        file: where this recipe's numbers stand, or would; None where another recipe's do.
+    """Return the differences from the golden numbers in `file` (None: it is another recipe's), and the runs without
+    golden numbers; with `update` write the numbers instead, and return two empty lists.
     """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL
@@ -209,7 +206,7 @@ def _gate(
         console.print(f"no golden numbers for this recipe{how}", style="yellow")
         return [], list(runs)
     golden = golden_gate.read_golden(file)
-    unknown = golden_gate.unknown(golden, runs)
+    unknown = [name for name in runs if name not in golden]
     for name in unknown:
         console.print(f"{name}: no golden numbers yet in {file}; --update adds them", style="yellow")
     return golden_gate.differences(golden, runs), unknown

@@ -1,15 +1,13 @@
-"""This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, reads what the ranks recorded, and
-compares it with a training of the same graph in one process.
+"""This module trains a recipe as a sharded graph for `tc3 accuracy equivalence`, and compares what the ranks recorded
+with a training of the same graph in one process.
 
-Losses must agree to 1e-5 absolute and global norms to 5e-5 relative. These limits are tighter than the limits for
-trained runs, because both sides run the same graph from the same weights. Gradients are judged by Table 2, as those of
-trained runs; the state after the last step is judged by the row of Table 2 for the tokens of all steps, which the
-moments accumulate. Gradients, weights and moments are read as whole tensors from the checkpoints of all ranks.
+Both sides run the same graph from the same weights, so losses and global norms must agree more closely than those of
+trained runs. Gradients are judged by Table 2, and the state after the last step by its row for the tokens of all steps,
+which the moments accumulate. All are whole tensors, read from the checkpoints of all ranks.
 
 If the load of an expert is just its share, rounding decides whether its bias moves, by a whole step of the rate, and
-layouts round differently: a mean of 1/12 is not exact, and a token at a tie between two experts may choose either. Some
-tokens choose other experts with the bias of one layout than with the bias of the other. Such a turn of a bias is a
-known difference, and values that are computed with the bias are not judged. The loads themselves are not compared: a
+layouts round differently: a mean of 1/12 is not exact, and a token at a tie between two experts may choose either. Such
+a turn of a bias is a known difference, and what is computed with the bias is not judged. The loads are not compared: a
 wrongly counted load of one or two experts of each router would look the same.
 """
 
@@ -92,8 +90,8 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Return the differences between a sharded training and a training of the same graph in one process, in the order
-    in which they arise; differences with a known cause are listed separately.
+    """Return the differences between a sharded training and one of the same graph in one process, in the order in which
+    they arise; those with a known cause are listed separately.
     """
     if other := other_length(run, reference):
         return other
@@ -145,8 +143,8 @@ def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterat
 
 
 def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
-    """Return the finding about a wrong global norm, which is the loss's if clipping leaves the gradients of each group
-    right within `allowed`: only a factor that all gradients share is lost in clipping.
+    """Return the finding about a global norm, which is the loss's if clipping leaves the gradients of each group right:
+    only a factor that all gradients share is lost in clipping.
     """
     if alike and SURE * allowed < norm.error < np.inf:
         return replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")
@@ -161,9 +159,7 @@ def _held_out(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield comparisons of weights and moments after the last step; a tensor that only one training has is a
-    finding.
-    """
+    """Yield comparisons of weights and moments after the last step; what only one training has is a finding."""
     last = len(reference.steps)
     for name in sorted(run.state.keys() ^ reference.state.keys()):
         side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
@@ -208,9 +204,7 @@ def _with_bias(row: Finding, step: float) -> bool:
 
 
 def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | None:
-    """Return a pipeline's global norm with an MTP layer from that of one process: the last stage's share of the
-    embedding's gradient counts once more (docs/stock-differences.md).
-    """
+    """Return the norm of one process with the last stage's share of the embedding, as a pipeline with MTP counts it."""
     return None if norm is None else float(np.hypot(norm, run.shares[step - 1]))
 
 
@@ -225,19 +219,17 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 class ExecutedRuns(Runs):
-    """An `ExecutedRuns` holds the sharded trainings of one recipe, each of which runs only once."""
+    """An `ExecutedRuns` holds the sharded trainings of one recipe."""
 
     word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """Train a layout, and the same model in one process, unless they were trained before, and compare the two
-        trainings; raise RunFailedError if one of them fails.
-        """
+        """Compare a layout with one process; raise RunFailedError if a training fails."""
         reference = self.trained(sharding.against, sharding.alone)
         return compare_executed(self.trained(name, sharding), reference, sharding)
 
     def trained(self, name: str, sharding: Sharding) -> Trained:
-        """Train a layout unless it was trained before, and return its results; raise RunFailedError if it fails."""
+        """Return the results of a layout, trained once; raise RunFailedError if it fails."""
 
         def run() -> Trained:
             recipe = derive_sharded(self.base, sharding, self.steps, self.corpus(sharding.sample))
@@ -247,12 +239,10 @@ class ExecutedRuns(Runs):
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
-    """Train a recipe that `derive_sharded` has made, return the results that its checkpoints and metrics hold, and
-    delete the checkpoints. If `noted` is the name of a weight, each rank also records the norm of its own gradient of
-    this weight, because no checkpoint holds the gradient of the last stage's copy.
-
-    Raises:
-        RunFailedError: the training failed. DataError, CheckpointError: the run left no complete record.
+    """Train a recipe of `derive_sharded`, return what its checkpoints and metrics hold, and delete the checkpoints.
+    Each rank also records the norm of its own gradient of the weight `noted`, because no checkpoint holds that of the
+    last stage's copy. Raise RunFailedError if the training fails, and DataError or CheckpointError if its record is not
+    complete.
     """
     checkpoints = run_dir / "checkpoint"
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -275,7 +265,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
 
 
 def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
-    """Return the results of a sharded training, read from its metrics and from the checkpoint of every step.
+    """Return the results of a sharded training from its metrics and from the checkpoint of every step.
 
     A gradient (after reduction and clipping) is computed from AdamW's first moment, m' = beta1 * m + (1 - beta1) * g,
     or from Muon's, m' = momentum * m + g.
@@ -319,9 +309,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
 
 
 def _shares(run_dir: Path, ranks: Iterable[int]) -> list[float]:
-    """Return by step the norm of the gradient of a weight's copy that the ranks of the last stage recorded, as the
-    global norm counts it: each rank adds the square of its own gradient. Steps that a rank did not record are left out.
-    """
+    """Return by step the norm of the gradient of a weight's copy on the last stage, from the squares of its ranks."""
     files = [run_dir / NOTES / f"gradient_rank_{rank}.json" for rank in ranks]
     own = [json.loads(file.read_text()) if file.exists() else [] for file in files]
     return [math.hypot(*each) for each in zip(*own, strict=False)]
@@ -338,9 +326,7 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return ``{name of a router's bias: {rank: its copy}}`` for the ranks that have the router. Whether a rank has a
-    router follows from the router's weight, because the metadata of a checkpoint do not list biases.
-    """
+    """Return ``{router's bias: {rank: its copy}}`` for ranks that have the router's weight: metadata list no biases."""
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}
     routers = {name: whole.ranks[name.removesuffix(ROUTER_BIAS) + ROUTER] for name in found}
@@ -348,17 +334,13 @@ def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
 
 
 def _updated(arrays: dict[str, np.ndarray], prefix: str) -> list[str]:
-    """Return the weights that have a moment of this prefix in their own shape; Muon keeps unused ones of one element
-    for the others.
-    """
+    """Return the weights with a moment of their own shape; Muon keeps unused ones of one element for the others."""
     found = (name.removeprefix(prefix) for name in arrays if name.startswith(prefix))
     return [name for name in found if name in arrays and arrays[prefix + name].shape == arrays[name].shape]
 
 
 class _Record:
-    """A `_Record` collects, step by step, gradient norms and the mean squared gradients by which the optimizer
-    divided.
-    """
+    """A `_Record` collects gradient norms and the mean squares by which the optimizer divided."""
 
     def __init__(self, adam: Adam):
         self.adam = adam

@@ -1,7 +1,6 @@
-"""This module compares new trainings with golden numbers, which are committed as `tests/golden/NAME.json`; the message
-of a commit that changes golden numbers says why. Losses and norms are compared by the tolerances of Table 2 of the
-TeleChat3-MoE report, because processors sum in different orders; the digest of the samples in their order must be
-equal.
+"""This module compares new trainings with the golden numbers of `tests/golden/NAME.json`; the commit that changes them
+says why. Losses and norms are compared by Table 2 of the TeleChat3-MoE report, because processors sum in different
+orders; the samples must be equal.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,14 @@ def golden_file(folder: Path, recipe: str) -> Path:
 
 
 def recorded(folder: Path, recipe: str) -> str:
-    """Return the name under which a golden file records a recipe: its path relative to this checkout or, outside of the
-    checkout, relative to the golden file's folder.
-    """
+    """Return the path under which a golden file records a recipe, relative to this checkout or else to the file."""
     path = real_path(recipe)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the other recipe to which a golden file already belongs, or "" if it belongs to the given recipe: recipes
-    with the same file name in folders of the same name share a golden file. Raise DataError if the file does not hold
-    golden numbers.
+    """Return the recipe to which a golden file belongs if it is not the given one, otherwise ""; recipes of one name
+    share a file. Raise DataError if the file does not hold golden numbers.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -53,7 +49,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """Return the numbers of a training that are stored in a golden file."""
+    """Return the numbers of a training that a golden file stores."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
@@ -62,19 +58,17 @@ def numbers_of(run: Trained) -> dict[str, Any]:
 
 
 def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the losses, the global norm and the number of tokens from the metrics of one step."""
+    """Return the losses, the global norm and the tokens of one step."""
     return {"tokens": step["tokens"], **{name: rounded(step[name]) for name in LOSSES if step[name] is not None}}
 
 
 def rounded(value: float) -> float:
-    """Return a number, rounded to as many digits as a golden file keeps."""
+    """Return a number with as many digits as a golden file keeps."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the numbers of `runs` (name -> result of `numbers_of`) into a golden file, and keep its numbers of other
-    runs; raise DataError if a number is not finite.
-    """
+    """Write `runs` (name -> numbers) into a golden file beside its others; raise DataError if one is not finite."""
     for name, run in runs.items():
         for where, value in _numbers(run):
             if not math.isfinite(value):
@@ -97,9 +91,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return a golden file's numbers as a dictionary by the names of runs; raise DataError if the file holds no golden
-    numbers.
-    """
+    """Return a golden file's numbers by the names of runs; raise DataError if it holds none."""
     return _content(file)["runs"]
 
 
@@ -118,15 +110,8 @@ def _content(file: Path) -> dict[str, Any]:
     return content
 
 
-def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
-    """Return the names of the training runs for which a golden file has no numbers."""
-    return [name for name in runs if name not in golden]
-
-
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return one line of text for each number of the trainings `runs` that differs from its golden number; runs without
-    golden numbers are left out.
-    """
+    """Return one line for each number of `runs` that differs from its golden number, if it has one."""
     known = [(name, run) for name, run in runs.items() if name in golden]
     return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 

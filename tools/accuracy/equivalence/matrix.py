@@ -1,5 +1,5 @@
-"""This module trains a recipe under every parallel strategy that a CPU can run, compares each training with one worker,
-and shows the results (the equivalence matrix) on a terminal, as JSON and as HTML.
+"""This module compares every parallel strategy that a CPU can run with one worker, and shows the results (the
+equivalence matrix) on a terminal, as JSON and as HTML.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOT_TRAINED = "Nothing was trained, so nothing was compared with golden numbers.
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` holds the result of comparing one parallel strategy with its baseline."""
+    """A `Row` is the result of comparing one parallel strategy with its baseline."""
 
     case: Case
     status: str  # PASS, FAIL, NONE (not compared, with a reason), or KNOWN (everything else passes)
@@ -61,11 +61,11 @@ class Row:
 
     @property
     def sharding(self) -> Sharding:
-        """Return the parallel degrees of the strategy, with which messages describe the coordinates of a rank."""
+        """Return the parallel degrees of the strategy."""
         return self.case.sharding or Sharding(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result of one strategy as values for JSON; an infinite number is "inf"."""
+        """Return the row as values for JSON; an infinite number is "inf"."""
         findings = [plain(each) | {"meaning": each.meaning} for each in self.findings]
         found = {"name": self.case.name, "how": self.case.how, "what": self.case.what, "status": self.status}
         used = "inf" if math.isinf(self.used) else self.used
@@ -74,9 +74,7 @@ class Row:
 
 @dataclass
 class Matrix:
-    """A `Matrix` holds a result (row) for each parallel strategy of one recipe; `runs` holds the compared trainings by
-    name.
-    """
+    """A `Matrix` holds a row for each parallel strategy of one recipe, and the compared trainings by name."""
 
     recipe: str
     steps: int
@@ -84,7 +82,7 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Return the results (rows) of all strategies that have the given status."""
+        """Return the rows that have the given status."""
         return [row for row in self.rows if row.status == status]
 
     @property
@@ -93,7 +91,7 @@ class Matrix:
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
-        """Return one line of text that counts the strategies that passed, failed and were not compared."""
+        """Return one line that counts the strategies by status."""
         how = [row.case.how for row in self.with_status(PASS)]
         known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
         words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
@@ -103,12 +101,12 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies whose names or kinds are in `names`. If `names` is empty, return all strategies except most
-    of those that are executed as a sharded graph, because each of these takes minutes.
+    """Return the strategies whose names or kinds are in `names`; without names, all except most of those that are
+    executed as a sharded graph, each of which takes minutes.
 
-    With `base`, the recipe from `one_worker`, rows that need what its model lacks are left out. With `drawn`, the
-    arguments of `draw_cases`, layouts are drawn, too; of them only those that are named, so that one that failed can be
-    executed again. Raise RecipeError for an unknown name, or if none of the named strategies can be executed.
+    With `base`, the recipe from `one_worker`, rows that need what its model lacks have a reason. With `drawn`, the
+    arguments of `draw_cases`, layouts are drawn, too, or only the named ones of them. Raise RecipeError for an unknown
+    name, or if none of the named strategies can be executed.
     """
     if drawn:
         layouts = draw_cases(base, *drawn)
@@ -142,10 +140,8 @@ def equivalence(
     drawn: tuple[int, int, int] | None = None,
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
-    """Train a recipe under each strategy that `choose` returns, and compare each training with its baseline.
-
-    Runs are in the folder `work`; `started` is called with the name of each, and `finished` with each row as soon as it
-    is judged, so that an interrupted command has already reported its results. Raise RecipeError for a wrong recipe or
+    """Compare each strategy that `choose` returns with its baseline, in runs in the folder `work`. Call `started` with
+    the name of each run, and `finished` with each row as soon as it is judged. Raise RecipeError for a wrong recipe or
     name.
     """
     base = one_worker(path)
@@ -165,9 +161,7 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return the reason why `tc3 train` would refuse the recipe of a strategy (such as 7 experts on 2 ranks), or "" if
-    it would accept the recipe; a strategy that is refused does not count as failed.
-    """
+    """Return why `tc3 train` would refuse a strategy's recipe (such as 7 experts on 2 ranks); "" if it would not."""
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
 
@@ -176,15 +170,11 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the results of a training of the given variant, which runs only once; raise RunFailedError if it
-        failed.
-        """
+        """Return the results of a variant, trained once; raise RunFailedError if it failed."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:
-        """Train the baseline because the user asked for the strategy `baseline`. Return a list with one failed result
-        if the training fails, otherwise an empty list.
-        """
+        """Train the strategy `baseline`; return a failed row if this fails, and otherwise no row."""
         try:
             self.run(BASELINE, Variant())
         except RunFailedError as error:
@@ -230,9 +220,7 @@ def _row(case: Case, misfit: str, recipes: Iterator[Recipe], compare: Callable[[
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """Return one line of text for each of the first differences between a strategy and its baseline; if its training
-    failed, return the reason instead.
-    """
+    """Return a line for each of the first differences, or why the training failed."""
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.sharding) for finding in row.findings[:most]]
@@ -240,7 +228,7 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
-    """Write the results of all strategies as a table to `console`."""
+    """Write the results of all strategies to `console`."""
     table = _table("how", "compared", "used", "result")
     for row in matrix.rows:
         tensors, used = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
@@ -281,12 +269,12 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """Return an error's share of its tolerance as text: in per cent, or as a power of ten if the share is tiny."""
+    """Return a share of a tolerance in per cent, or as a power of ten if it is tiny."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 
 def print_list(console: Console) -> None:
-    """Write every strategy to `console`: a description, how it is tested and, if it cannot be tested, the reason."""
+    """Write every strategy to `console`, with the reason if it cannot be tested."""
     table = _table("how", "what")
     for case in CASES:
         table.add_row(case.name, case.how, case.what)

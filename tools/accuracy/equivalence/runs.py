@@ -1,6 +1,4 @@
-"""This module runs the trainings that `tc3 accuracy equivalence` compares: it starts `tc3 train`, and combines what the
-ranks recorded.
-"""
+"""This module runs `tc3 train` for the trainings of `tc3 accuracy equivalence`, and reads what the ranks recorded."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ class Trained:
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each training runs once, when its results are needed for the
-    first time.
-    """
+    """A `Runs` holds the trainings of one recipe by name; each runs once, when it is first needed."""
 
     base: Recipe  # the recipe that `one_worker` returned
     steps: int
@@ -77,8 +73,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of a training; the first call runs it by calling `make`. Raise RunFailedError if the
-        training failed, in this call or an earlier one, or if its record cannot be read.
+        """Return the results of a training, which `make` runs in the first call. Raise RunFailedError if it failed, in
+        this call or an earlier one, or if its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -92,9 +88,7 @@ class Runs:
         return self.runs[name]
 
     def corpus(self, length: int = 0) -> str:
-        """Return the path prefix of a random corpus for samples of `length` tokens; 0 means the recipe's sequence
-        length.
-        """
+        """Return the path prefix of a random corpus for samples of `length` tokens (0: the recipe's length)."""
         if length not in self.corpora:
             folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
             self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
@@ -102,17 +96,13 @@ class Runs:
 
 
 def callbacks_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return copies of the callbacks of a recipe. Their loss monitor reports every step, because what is compared is
-    read from the metrics of each step.
-    """
+    """Return copies of a recipe's callbacks whose loss monitor reports every step."""
     named = recipe.get("callbacks") or MONITORS
     return [each | {key: 1 for key in each if key == "per_print_times"} for each in named]
 
 
 def refuse_other_data(recipe: Recipe) -> None:
-    """Raise RecipeError if the recipe's training data is not a Megatron corpus, but for example a file of
-    conversations.
-    """
+    """Raise RecipeError if the recipe does not read a Megatron corpus."""
     if not View(recipe).megatron:
         raise RecipeError(
             f"{recipe.source}: train_dataset.data_loader.type: the compared runs read a Megatron corpus, which the "
@@ -121,8 +111,8 @@ def refuse_other_data(recipe: Recipe) -> None:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """Write a corpus of random tokens, which are the same on every machine, and return its path prefix. The corpus is
-    large enough for `steps` steps with samples of `length` tokens; 0 means the recipe's sequence length.
+    """Write a corpus of random tokens, the same on every machine, and return its path prefix; it is enough for `steps`
+    steps with samples of `length` tokens (0: the recipe's length).
     """
     model = convert(View(recipe), load_schema()).fields  # with MindFormers' own sizes where the recipe leaves one out
     tokens = 2 * (steps + 2) * View(recipe).batch * ((length or model["seq_length"]) + 1)
@@ -137,8 +127,8 @@ def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> st
 
 
 def train(recipe: Recipe, run_dir: Path) -> Trained:
-    """Train a recipe by `tc3 train` with workers that record their state, and return the results. Raise RunFailedError
-    if the training fails, and DataError if its record is not complete.
+    """Train a recipe with workers that record their state, and return the results. Raise RunFailedError if the training
+    fails, and DataError if its record is not complete.
     """
     run_dir = run_dir.absolute()
     adam = adam_of(recipe.get("optimizer") or {})
@@ -151,9 +141,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Write a recipe to a file beside `run_dir`, and train it by `tc3 train` into `run_dir`; raise RunFailedError if
-    the training fails.
-    """
+    """Train a recipe, written beside `run_dir`, by `tc3 train` into `run_dir`; raise RunFailedError if it fails."""
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -166,7 +154,7 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Trained:
-    """Return the results that all ranks of a training recorded; raise DataError if a record is not complete."""
+    """Return what all ranks of a training recorded; raise DataError if a record is not complete."""
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
         raise DataError(
@@ -200,8 +188,8 @@ def read_run(run_dir: Path) -> Trained:
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return (the tensor of all data-parallel workers, those whose copy is not rank 0's): experts lie one after the
-    other along axis 0, loads are of a rank's own tokens and averaged, all else is copied.
+    """Return the tensor of all data-parallel workers, and those whose copy is not rank 0's: experts lie one after the
+    other along axis 0, loads are averaged, all else is copied.
     """
     if weight_of(name) in split:
         return np.concatenate(parts), ()
@@ -212,12 +200,12 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """Return the weight (or router) to which a recorded tensor, such as an optimizer moment, belongs."""
+    """Return the weight (or router) to which a recorded tensor, such as a moment, belongs."""
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
 def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the records of all steps in the metrics file of one rank; raise DataError if the file does not exist."""
+    """Return the metrics of all steps of one rank; raise DataError without a file."""
     metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
@@ -226,9 +214,7 @@ def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
-    """Return for each step the sorted digests of the samples that all ranks trained; raise DataError if a rank did not
-    record the samples of each step.
-    """
+    """Return the sorted digests of the samples of each step; raise DataError if a rank did not record them."""
     given = []
     for rank in range(workers):
         found = [(record.get("samples") or {}).get(IDS) for record in read_steps(run_dir, rank)]
@@ -240,8 +226,8 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element the smallest value above 0 that AdamW's second moment `square` had in any step so far;
-    `known` is the result for the earlier steps. AdamW divides the update by the root of the second moment.
+    """Return for each element the smallest second moment above 0 of any step so far; `known` is that of earlier steps.
+    AdamW divides by its root.
     """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)

@@ -1,8 +1,7 @@
-"""This module defines the parallel strategies that `tc3 accuracy equivalence` executes as MindSpore's sharded graph on
-CPU processes.
+"""This module defines the strategies that `tc3 accuracy equivalence` executes as MindSpore's sharded graph on CPU.
 
 `parallel.parallel_mode: 1` on CPU (plugins/semi_auto_cpu) runs MindFormers' own graph for Ascend. Every layout starts
-from the same weights, so each layout is compared with one process that runs the same graph.
+from the same weights, so each is compared with one process that runs the same graph.
 """
 
 from __future__ import annotations
@@ -81,21 +80,21 @@ class Sharding:
 
     @property
     def node(self) -> int:
-        """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all ranks in the mode
-        "global", otherwise the largest number that gives at least two equal nodes.
+        """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all in the mode "global",
+        otherwise the most that give at least two equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
 
     @property
     def alone(self) -> Sharding:
-        """Return the `Sharding` that describes a training of the same model in one process."""
+        """Return the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
-        """Return the name of the training in one process that is the baseline of this sharding."""
+        """Return the name of the training in one process that is the baseline."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [
             f"{self.layers}_layers" * (self.layers != 2),
@@ -111,20 +110,18 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Return the number of tokens in a sample; 0 means the recipe's own sequence length."""
+        """Return the number of tokens in a sample; 0: the recipe's own."""
         return DOCUMENTS if self.documents else self.length
 
     @property
     def words(self) -> str:
-        """Return as text the fields of this sharding that differ from their defaults, such as ``"dp 2, tp 2, sp,
-        zero"``.
-        """
+        """Return the fields that differ from their defaults, such as ``"dp 2, tp 2, sp, zero"``."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
 
     def micro_steps(self, batch: int) -> int:
-        """Return the number of gradient-accumulation steps in a training step of `batch` samples."""
+        """Return the steps of gradient accumulation in a step of `batch` samples."""
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
@@ -138,9 +135,9 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of `base` (a recipe that `one_worker` returned) as a sharded
-    graph on a Megatron corpus. The recipe saves a checkpoint after each step, from which gradients and optimizer state
-    can be read; the learning rate of the first step is 0, so that the first checkpoint holds the initial weights.
+    """Return a recipe that trains the first `steps` steps of `base` (from `one_worker`) as a sharded graph on a
+    Megatron corpus. It saves a checkpoint after each step, from which gradients and optimizer state can be read; the
+    first learning rate is 0, so that the first checkpoint holds the initial weights.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]
@@ -165,7 +162,6 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
 
 
 def _model(recipe: Recipe, sharding: Sharding) -> None:
-    """Set layers, experts, MTP layer, length of a sample (in place)."""
     model = recipe["model"]["model_config"]
     model.update(num_hidden_layers=sharding.layers, num_nextn_predict_layers=int(sharding.mtp))
     if model.get("n_routed_experts"):
@@ -186,7 +182,6 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
 
 
 def _experts(model: dict[str, Any], sharding: Sharding) -> None:
-    """Set experts in the last layers, or in none (in place)."""
     model["first_k_dense_replace"] = sharding.layers - sharding.sparse if sharding.moe else sharding.layers
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
@@ -200,7 +195,6 @@ def _experts(model: dict[str, Any], sharding: Sharding) -> None:
 
 
 def _apart(recipe: Recipe) -> None:
-    """Let documents not attend to each other (in place), as the recipes of long context do."""
     config, model = recipe["train_dataset"]["data_loader"]["config"], recipe["model"]["model_config"]
     # MindFormers makes the mask of the first sample only unless one of the reset_* keys is on
     config.update(create_compressed_eod_mask=True, reset_position_ids=True, eod_pad_length=DOCUMENTS // 8)
@@ -210,15 +204,12 @@ def _apart(recipe: Recipe) -> None:
 
 
 def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
-    """Return the `optimizer_weight_shard_size` of a layout; 0 if the optimizer is not sharded, or is sharded over all
-    ranks.
-    """
+    """Return a layout's `optimizer_weight_shard_size`; 0 if the optimizer is not sharded, or over all ranks."""
     # Muon wants the ranks of a group, at most those of data parallelism
     return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
 
 
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
-    """Set degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
     micro_steps = sharding.micro_steps(batch)
     size = batch // (sharding.dp * sharding.micro * micro_steps)

@@ -1,10 +1,10 @@
-"""This module lists every strategy that `tc3 accuracy equivalence` compares (Table 3 of the TeleChat3-MoE report), and
-the way in which a CPU can run it; strategies.yaml has an entry for each strategy.
+"""This module lists every strategy that `tc3 accuracy equivalence` compares (Table 3 of the TeleChat3-MoE report;
+strategies.yaml), and how a CPU can run it.
 
 A *trained* strategy runs MindFormers' data-parallel graph with this repository's classes for CPU. An *executed*
 strategy runs MindSpore's sharded graph with MindFormers' own operators on CPU processes (`sharding.py`). Layouts that
-no row lists can be drawn at random. A drawn layout is legal by the rules of MindFormers for the recipe's toy model, so
-it is a fault if `tc3 train` refuses it, or if it differs from one process.
+no row lists can be drawn at random; a drawn layout is legal for the recipe's toy model, so it is a fault if `tc3 train`
+refuses it, or if it differs from one process.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one parallel strategy. A `Case` has either a `variant` (it is trained), a `sharding` (it is executed
-    as a sharded graph), or a `reason` why a CPU can run neither.
-    """
+    """A `Case` is one strategy: it is trained (`variant`), executed (`sharding`), or neither for a `reason`."""
 
     name: str
     what: str
@@ -70,9 +68,7 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return the part of the model or the optimizer that this strategy needs and the recipe lacks, as a reason in
-        words; "" if nothing is missing.
-        """
+        """Return what this strategy needs and the recipe lacks, as a reason; "" if nothing is missing."""
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))
@@ -91,7 +87,6 @@ class Case:
 
 
 def _read() -> Iterator[Case]:
-    """Yield every strategy: trained, then executed as sharded graphs, then what a CPU cannot run."""
     rows = yaml.safe_load(Path(__file__).with_name("strategies.yaml").read_text("utf-8"))
     for name, row in rows["trained"].items():
         yield Case(name, row.pop("what"), variant=Variant(**row))
@@ -105,9 +100,7 @@ CASES = tuple(_read())
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return all strategies for a recipe on one worker; a strategy that needs a part that the recipe lacks is returned
-    as not executable, with the reason.
-    """
+    """Return all strategies; one that needs what a recipe on one worker lacks is not executable."""
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in CASES)
@@ -115,14 +108,13 @@ def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
 
 
 def baseline_variant(name: str) -> Variant:
-    """Return the training on one worker (a `Variant`) that is the baseline with this name."""
+    """Return the training on one worker that is the baseline with this name."""
     return Variant(apart=name == APART)
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in the file `path` for one CPU worker with the whole global batch, and only with the plugins
-    that change the model; a recipe for Ascend is replaced by its mini recipe for CPU. Raise RecipeError if the recipe
-    cannot be trained.
+    """Return the recipe in the file `path` for one CPU worker with the whole global batch, only with plugins that
+    change the model; of a recipe for Ascend its mini recipe. Raise RecipeError if it cannot be trained.
     """
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
@@ -144,7 +136,7 @@ def batch_of(recipe: Mapping[str, Any]) -> int:
 
 
 def unsplit(recipe: dict[str, Any]) -> None:
-    """Change a sharded recipe for CPU, in place, into a recipe that runs MindFormers' data-parallel graph."""
+    """Change a sharded recipe for CPU, in place, to MindFormers' data-parallel graph."""
     ones = ("model_parallel", "pipeline_stage", "context_parallel", "micro_batch_num")
     recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False, vocab_emb_dp=False)
     recipe["parallel_config"].pop("context_parallel_algo", None)
@@ -159,9 +151,7 @@ def unsplit(recipe: dict[str, Any]) -> None:
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
-    """Return a recipe that trains the first `steps` steps of a variant of `base` (a recipe that `one_worker` returned)
-    on a Megatron corpus.
-    """
+    """Return a recipe that trains `steps` steps of a variant of `base` (from `one_worker`) on a Megatron corpus."""
     batch = batch_of(base)
     recipe = on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
@@ -186,7 +176,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
 
 
 def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
-    """Set in place every key of a recipe that says how the global batch is divided among `workers` workers."""
+    """Set in place how the global batch is divided among `workers` workers."""
     recipe["use_parallel"] = workers > 1
     recipe["runner_config"]["batch_size"] = recipe["model"]["model_config"]["batch_size"] = batch // workers
     recipe["parallel_config"].update(data_parallel=workers, expert_parallel=1)
@@ -195,9 +185,7 @@ def on_workers(recipe: Shared, batch: int, workers: int) -> Shared:
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:
-    """Draw `count` different legal layouts for a recipe (from `one_worker`), with at most `most` processes, at random
-    by `seed`; raise RecipeError if fewer are found.
-    """
+    """Draw `count` different legal layouts of at most `most` processes; raise RecipeError if fewer are found."""
     numbers = random.Random(seed)
     found: dict[Sharding, None] = {}
     for _ in range(TRIES):
@@ -251,9 +239,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return the reason why a layout is not legal for the recipe's model, or cannot be compared; "" if there is no
-    reason.
-    """
+    """Return why a layout is not legal for the recipe's model, or cannot be compared; "" if it is and can."""
     model = recipe["model"]["model_config"]
     if lacking := Case("", "", sharding=sharding).lacks(model):
         return lacking

@@ -1,12 +1,11 @@
 """This module compares two MindFormers trainings of one recipe, and lists the differences in the order in which they
-arise. Each difference (finding) has a step, a phase, a module, a tensor, ranks, and the usual cause (section 3.2.2 of
-the TeleChat3-MoE report).
+arise, each with its usual cause (section 3.2.2 of the TeleChat3-MoE report).
 
 After each step a router's bias rises by a fixed rate for an expert that got less than its share of the choices of all
-ranks, and falls by this rate for an expert that got more. This holds exactly, with one exception: a token at a tie
-between two experts may choose the other expert, and so change the direction for an expert whose load is close to its
-share. Therefore the loads of the experts are recorded, too. The biases of two runs must be equal if the loads of both
-runs require the same direction, and each bias must have moved in the direction that its own loads require.
+ranks, and falls by it for one that got more. A token at a tie between two experts may choose the other one, and so
+change the direction for an expert whose load is close to its share. Therefore the loads are recorded, too: the biases
+of two runs must be equal where the loads of both require the same direction, and each bias must have moved as its own
+loads require.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this sh
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a number or tensor of a training that differs from the same number or tensor of the reference
-    training.
-    """
+    """A `Finding` is a number or tensor that differs from that of the reference training."""
 
     step: int  # the number of the step, counted from 1
     phase: str  # FORWARD, BACKWARD or OPTIMIZER
@@ -83,16 +80,12 @@ class At(NamedTuple):
         return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
 
     def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
-        """Return the comparison of a tensor that belongs to a weight, such as a moment, with the same tensor of the
-        reference training.
-        """
+        """Return the comparison of a weight's tensor, such as a moment, with that of the reference training."""
         verdict = judge(got, want, allowed, DTYPE)
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return the comparison of the number `got` with the reference's number `want`; the error is relative to `of`
-        (default: `want`), and infinite if a number is missing or not finite.
-        """
+        """Return the comparison of two numbers, relative to `of` (default: `want`); inf if one is not finite."""
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
@@ -111,7 +104,7 @@ class Comparison:
 
 
 def describe_ranks(ranks: Iterable[int], sharding: Sharding) -> str:
-    """Return as text a list of ranks with the parallel coordinates that they have in common: ``ranks 2-3 (dp 1)``."""
+    """Return a list of ranks with the coordinates that they have in common: ``ranks 2-3 (dp 1)``."""
     chosen = sorted(ranks)
     # the ranks of a tensor-parallel group have consecutive numbers
     sizes = {"pp": sharding.pp, "dp": sharding.dp, "cp": sharding.cp, "tp": sharding.tp}
@@ -127,7 +120,7 @@ def describe_ranks(ranks: Iterable[int], sharding: Sharding) -> str:
 
 
 def finding_text(finding: Finding, sharding: Sharding) -> str:
-    """Return one line of text about a difference between two trainings."""
+    """Return one line of text about a difference."""
     where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
     if finding.error > finding.allowed:
         numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
@@ -160,9 +153,7 @@ def _directions(loads: np.ndarray) -> np.ndarray:
 
 
 def _at_share(loads: np.ndarray) -> np.ndarray:
-    """Return for each expert whether its load is so close to the mean that rounding decides the direction of
-    its bias.
-    """
+    """Return for each expert whether rounding decides the direction of its bias."""
     share = loads.mean(-1, keepdims=True)
     return np.abs(loads - share) <= AT_SHARE * share
 
@@ -191,7 +182,7 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
 
 
 def other_length(run: Trained, reference: Trained) -> Comparison | None:
-    """Return the comparison of two trainings if they have different numbers of steps; otherwise return None."""
+    """Return the comparison of two trainings of different lengths; otherwise None."""
     if len(run.steps) == len(reference.steps):
         return None
     detail = f"the number of steps is {len(run.steps)}, but must be {len(reference.steps)}"
@@ -199,9 +190,7 @@ def other_length(run: Trained, reference: Trained) -> Comparison | None:
 
 
 def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each step in which the training and its reference read different sets of samples; the order
-    of the samples and the ranks that read them are not compared.
-    """
+    """Yield a finding for each step that read another set of samples, whatever their order and ranks."""
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
@@ -210,21 +199,19 @@ def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names of the tensors that both trainings recorded with a prefix such as `start.`; the prefix is
-    removed from the names.
-    """
+    """Return the names, without their prefix, of the tensors with a prefix that both trainings recorded."""
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 
 def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each weight whose initial values differ from those of the reference training."""
+    """Yield a finding for each weight that starts with other values."""
     for name in shared(run, reference, START):
         if not np.array_equal(run.state[START + name], reference.state[START + name]):
             yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
 
 
 def rates(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each step whose learning rate differs from that of the reference training."""
+    """Yield a finding for each step with another learning rate."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         one, two = (math.nan if (rate := each["learning_rate"]) is None else rate for each in (mine, theirs))
         if not math.isclose(one, two, rel_tol=1e-6):
@@ -234,14 +221,14 @@ def rates(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def copies(run: Trained) -> Iterator[Finding]:
-    """Yield a finding for each tensor if the copy of the tensor on some rank differs from the copy on rank 0."""
+    """Yield a finding for each tensor whose copies differ between ranks."""
     for name, ranks in run.differing.items():
         where = group_of(weight_of(name))
         yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
 
 
 def unclipped(run: Trained) -> Iterator[Finding]:
-    """Yield a finding if no step clipped the gradients, because such a training does not test clipping."""
+    """Yield a finding if no step clipped the gradients, because clipping is then not tested."""
     norms = [
         (step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values())))
         for step, after in zip(run.steps, run.norms, strict=True)
@@ -253,7 +240,6 @@ def unclipped(run: Trained) -> Iterator[Finding]:
 
 
 def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield comparisons in order; they are findings if their error is over what is allowed."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         forward, backward = phases(run, step)
         for name in (name for name in LOSSES if name != "global_norm" and (mine[name], theirs[name]) != (None, None)):
@@ -267,24 +253,19 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return the phases in which the cause of a wrong loss and of a wrong gradient lies: forward and backward in the
-    first step, and the optimizer in later steps.
-    """
+    """Return where the cause of a wrong loss and of a wrong gradient lies: after step 1, in the optimizer."""
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
 def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
-    """Return for each part of the model the comparison of its gradient norm in one step with that of the reference
-    training.
-    """
+    """Return the comparison of the gradient norm of each part of the model in one step."""
     found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
     return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return the tolerance of a loss that is a mean over `tokens` tokens: the tolerance of Table 2 of the TeleChat3-MoE
-    report for a sum of `tokens` terms, divided by the root of `tokens`, because the errors of single tokens partly
-    cancel in the mean.
+    """Return the tolerance of a mean over `tokens` tokens: that of Table 2 for their sum, divided by the root of
+    `tokens`, because the errors of single tokens partly cancel.
 
     At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
     full tolerance of Table 2 would hide a wrong mask.
@@ -293,9 +274,7 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of the optimizer's moments after the last step, and of each weight's total change, by the
-    tolerance of Table 2 of the TeleChat3-MoE report for sums over `tokens` terms.
-    """
+    """Yield comparisons of the last moments, and of each weight's total change, for sums over `tokens` terms."""
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(STATE)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
@@ -313,8 +292,7 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return the error of a weight that may follow from the errors that Table 2 of the TeleChat3-MoE report allows for
-    the gradients of this weight.
+    """Return the error of a weight that may follow from errors of its gradients that Table 2 allows.
 
     AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
     learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the

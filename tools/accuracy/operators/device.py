@@ -1,6 +1,4 @@
-"""This module runs operators in PyNative mode on the device of MindSpore on this host. No other module of this package
-imports mindspore.
-"""
+"""This module runs operators in PyNative mode on this host's device; no other module here imports mindspore."""
 
 from __future__ import annotations
 
@@ -21,13 +19,11 @@ NO_KERNEL = re.compile(
 
 
 class NotRunnableError(Exception):
-    """This error means that the device has no kernel for an operator or a data type; the message is MindSpore's."""
+    """This error means that the device has no kernel for an operator or a type; the message is MindSpore's."""
 
 
 class MindSporeDevice:
-    """A `MindSporeDevice` runs operators on this host's device. A `MindSporeDevice` is a context manager that restores
-    MindSpore's global settings (mode and synchronisation) at the end.
-    """
+    """A `MindSporeDevice` runs operators; as a context manager it restores MindSpore's global settings."""
 
     def __init__(self) -> None:
         os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report
@@ -47,21 +43,16 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Return the outputs of the operator on the device (bfloat16 as float32); raise NotRunnableError if the device
-        has no kernel for this data type.
-        """
-        return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
+        """Return an operator's outputs (bfloat16 as float32); raise NotRunnableError without a kernel for this type."""
+        return self._caught(lambda: as_tuple(spec.call(self._ms, *self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Return the gradients of the operator with respect to the inputs `spec.wrt`; raise the same errors as
-        `forward`.
-        """
+        """Return the gradients with respect to `spec.wrt`; raise the same errors as `forward`."""
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
-        """Return the results as arrays; raise NotRunnableError if MindSpore reports a missing kernel."""
         if dtype == "hfloat32":
             self._allow_hf32()
         outputs: tuple[Array, ...] = ()
@@ -98,9 +89,7 @@ class MindSporeDevice:
                 return
 
     def _allow_hf32(self) -> None:
-        """Let matmul round float32 factors to hf32; a process cannot undo this setting, so hf32 is tested in a separate
-        process.
-        """
+        """Let matmul round float32 factors to hf32, which a process cannot undo."""
         target = self._ms.get_context("device_target")
         if target != "Ascend":
             raise NotRunnableError(f"hf32 exists only on Ascend's matrix unit, but the device is {target}")
@@ -116,14 +105,14 @@ class MindSporeDevice:
         ]
 
     def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
-        ms, call = self._ms, spec.call(self._ms)
+        ms = self._ms
         types = (ms.float32, ms.float16, ms.bfloat16)
 
         def floats(*chosen: Any) -> Any:
             arguments = list(tensors)
             for number, tensor in zip(spec.wrt, chosen, strict=True):
                 arguments[number] = tensor
-            outs = tuple(out for out in as_tuple(call(*arguments)) if out.dtype in types)
+            outs = tuple(out for out in as_tuple(spec.call(ms, *arguments)) if out.dtype in types)
             return outs if len(outs) > 1 else outs[0]
 
         chosen = [tensors[number] for number in spec.wrt]
@@ -140,7 +129,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of MindSpore's error message that describes the error (not a separator or a heading)."""
+    """Return the first line of MindSpore's error message that is not a separator or a heading."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that move elements without computing: gathers and scatters by
-indices, reshapes, slices, casts.
-"""
+"""This module tests operators that move elements without computing: gathers, scatters, reshapes, slices, casts."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ ONE_HOT = Spec(
     "one_hot", "loss, expert load: OneHot in place of OneHotExt", ((256,),),
     lambda rng, n: (rng.integers(0, 64, n).astype(np.int32), *np.eye(2, dtype=np.float32)[:1].T.reshape(2, 1)),
     golden=lambda index, on, off: np.where(index[:, None] == np.arange(64), on, off), clip=False,
-    call=lambda ms: lambda index, on, off: ms.ops.OneHot()(index, 64, on, off), counts=moved,
+    call=lambda ms, index, on, off: ms.ops.OneHot()(index, 64, on, off), counts=moved,
 )  # fmt: skip
 INDEX_ADD = Spec(
     "index_add", "combining experts' results: ops.index_add", ((64, 32, 512),), _updates,
@@ -74,7 +72,7 @@ INDEX = (
     EMBEDDING,
     variant(
         EMBEDDING, "embedding.index_select", "VocabParallelEmbedding: IndexSelect, tensor_parallel/layers.py",
-        lambda ms: lambda table, ids: ms.ops.auto_generate.IndexSelect()(table, 0, ids),
+        lambda ms, table, ids: ms.ops.auto_generate.IndexSelect()(table, 0, ids),
     ),
     Spec(
         "embedding_gradient", "the kernel EmbeddingDenseBackward", EMBEDDING.shapes,
@@ -88,7 +86,7 @@ INDEX = (
         "gather", "cos and sin of positions: GatherD along the last axis", ((32, 64, 16),),
         lambda rng, rows, width, picks: _scatter_inputs(rng, rows, width, picks)[:2],
         golden=lambda x, index: np.take_along_axis(x, index, -1), grad=place_back,
-        call=lambda ms: lambda x, index: ms.ops.auto_generate.GatherD()(x, -1, index), counts=moved,
+        call=lambda ms, x, index: ms.ops.auto_generate.GatherD()(x, -1, index), counts=moved,
     ),
     Spec(
         "scatter", "routing maps: tensor_scatter_elements", ((32, 64, 16),), _scatter_inputs, golden=_put,
@@ -97,20 +95,20 @@ INDEX = (
     ),
     variant(
         INDEX_ADD, "scatter_add", "combining copies of a token: tensor_scatter_add",
-        lambda ms: lambda x, index, y: ms.ops.tensor_scatter_add(x, ms.ops.expand_dims(index, -1), y),
+        lambda ms, x, index, y: ms.ops.tensor_scatter_add(x, ms.ops.expand_dims(index, -1), y),
     ),
     INDEX_ADD,
     ONE_HOT,
     variant(
         ONE_HOT, "one_hot.ext", "loss, expert load: OneHotExt, loss_func.py",
-        lambda ms: lambda index, on, off: ms.ops.auto_generate.OneHotExt(axis=-1)(index, 64, on, off),
+        lambda ms, index, on, off: ms.ops.auto_generate.OneHotExt(axis=-1)(index, 64, on, off),
     ),
     Spec(
         "masked_fill", "attention mask: MaskedFill", ((64, 96),),
         lambda rng, *shape: (rng.standard_normal(shape, np.float32), rng.random(shape) < 0.3),
         golden=lambda x, mask: np.where(mask, x.dtype.type(FILL), x),
         grad=lambda x, mask, dout: (np.where(mask, 0, dout),),
-        call=lambda ms: lambda x, mask: ms.ops.masked_fill(x, mask, ms.Tensor(FILL, x.dtype)), counts=moved,
+        call=lambda ms, x, mask: ms.ops.masked_fill(x, mask, ms.Tensor(FILL, x.dtype)), counts=moved,
     ),
     Spec(
         "where", "masks of the loss and of padding: ops.where", ((64, 96),), _choice, golden=np.where,
@@ -132,7 +130,7 @@ def _cast(target, golden):
     """Return the test of a Cast to `target`, whose incoming gradient already has this type."""
     return _layout(
         f"cast.{target}", f"mixed precision: Cast to {target}", golden, lambda x, dout: (golden(dout),),
-        lambda ms: lambda x: ms.ops.cast(x, getattr(ms, target)), ((64, 96),), special="each",
+        lambda ms, x: ms.ops.cast(x, getattr(ms, target)), ((64, 96),), special="each",
     )  # fmt: skip
 
 
@@ -144,7 +142,7 @@ def _strided_grad(x, dout):
 
 STACK = _layout(
     "stack", "interleaved RoPE: ops.stack in place of StackExt", lambda a, b: np.stack([a, b], -1),
-    lambda a, b, dout: (dout[..., 0], dout[..., 1]), lambda ms: lambda a, b: ms.ops.stack((a, b), -1), tensors=2,
+    lambda a, b, dout: (dout[..., 0], dout[..., 1]), lambda ms, a, b: ms.ops.stack((a, b), -1), tensors=2,
 )  # fmt: skip
 LAYOUT = (
     _cast("float32", lambda x: x),
@@ -156,21 +154,21 @@ LAYOUT = (
     ),
     _layout(
         "reshape", "heads: Reshape", lambda x: x.reshape(x.shape[0], -1), lambda x, dout: (dout.reshape(x.shape),),
-        lambda ms: lambda x: ms.ops.reshape(x, (x.shape[0], -1)), ((6, 32, 48),),
+        lambda ms, x: ms.ops.reshape(x, (x.shape[0], -1)), ((6, 32, 48),),
     ),
     _layout(
         "concat", "MLA's two parts of a head, RoPE: Concat", lambda a, b: np.concatenate([a, b], -1),
-        lambda a, b, dout: tuple(np.split(dout, 2, -1)), lambda ms: lambda a, b: ms.ops.concat((a, b), -1), tensors=2,
+        lambda a, b, dout: tuple(np.split(dout, 2, -1)), lambda ms, a, b: ms.ops.concat((a, b), -1), tensors=2,
     ),
     _layout(
         "split", "gate and up, MLA: SplitWithSize", lambda x: tuple(np.split(x, [20], -1)),
         lambda x, first, second: (np.concatenate([first, second], -1),),
-        lambda ms: lambda x: ms.ops.auto_generate.SplitWithSize()(x, (20, x.shape[-1] - 20), -1),
+        lambda ms, x: ms.ops.auto_generate.SplitWithSize()(x, (20, x.shape[-1] - 20), -1),
     ),
     STACK,
     variant(
         STACK, "stack.ext", "interleaved RoPE: StackExt, rope_utils.py",
-        lambda ms: lambda a, b: ms.ops.auto_generate.StackExt(dim=-1)((a, b)),
+        lambda ms, a, b: ms.ops.auto_generate.StackExt(dim=-1)((a, b)),
     ),
     _layout(
         "tile", "shared rotary key for all heads: Tile; its gradient sums the copies", lambda x: np.tile(x, (2, 3)),
@@ -179,11 +177,11 @@ LAYOUT = (
     ),
     _layout(
         "strided_slice", "MLA's even and odd elements of a head: StridedSlice", lambda x: x[:, ::2], _strided_grad,
-        lambda ms: lambda x: ms.ops.strided_slice(x, (0, 0), x.shape, (1, 2)),
+        lambda ms, x: ms.ops.strided_slice(x, (0, 0), x.shape, (1, 2)),
     ),
     _layout(
         "roll", "shifted labels of MTP: Roll", lambda x: np.roll(x, -1, 0), lambda x, dout: (np.roll(dout, 1, 0),),
-        lambda ms: lambda x: ms.ops.auto_generate.Roll(-1, 0)(x),
+        lambda ms, x: ms.ops.auto_generate.Roll(-1, 0)(x),
     ),
     _layout(
         "clip", "clamped activations and masks: ClampScalar", lambda x: np.clip(x, LOW, HIGH),

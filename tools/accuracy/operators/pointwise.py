@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that compute each element separately: arithmetic, activations, and
-the steps of optimizers.
-"""
+"""This module tests operators that compute each element separately: arithmetic, activations, optimizers' steps."""
 
 from __future__ import annotations
 
@@ -117,15 +115,11 @@ def swiglu_grad(x: Array, dout: Array) -> Array:
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 
 
-def _formula(ms):
+def _formula(ms, x):
     auto = ms.ops.auto_generate
-
-    def call(x):
-        half = x.shape[-1] // 2
-        gate, up = auto.SplitWithSize()(x, (half, half), -1)
-        return auto.Mul()(auto.SiLU()(gate), up)
-
-    return call
+    half = x.shape[-1] // 2
+    gate, up = auto.SplitWithSize()(x, (half, half), -1)
+    return auto.Mul()(auto.SiLU()(gate), up)
 
 
 SWIGLU = Spec(
@@ -148,9 +142,7 @@ MAX_NORM = 1.0
 
 
 def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return the change of a weight w by AdamW with decoupled weight decay, - lr decay w - lr m^ / (sqrt(v^) + eps),
-    and the new moments m and v.
-    """
+    """Return - lr decay w - lr m^ / (sqrt(v^) + eps), the change of a weight by AdamW, and the new moments m and v."""
     m = BETA1 * m + (1 - BETA1) * gradient
     v = BETA2 * v + (1 - BETA2) * np.square(gradient)
     denominator = np.sqrt(v / (1 - BETA2**STEP)) + EPS
@@ -178,39 +170,28 @@ def from_mindformers(module: str) -> ModuleType:
             del os.environ["LOG_MF_PATH"]
 
 
-def _adamw_call(ms):
+def _adamw_call(ms, weight, gradient, m, v):
     update = from_mindformers("core.optim.adamw")._update_run_op
-
-    def call(weight, gradient, m, v):
-        named = (("w", weight), ("m", m), ("v", v))
-        w, m, v = (ms.Parameter(tensor.copy(), name=name) for name, tensor in named)
-        settings = (ms.Tensor(value, ms.float32) for value in (BETA1, BETA2, EPS, STEP, RATE, DECAY))
-        update(*settings, w, gradient, m, v, True)
-        return w - weight, m.value(), v.value()
-
-    return call
+    named = (("w", weight), ("m", m), ("v", v))
+    w, m, v = (ms.Parameter(tensor.copy(), name=name) for name, tensor in named)
+    settings = (ms.Tensor(value, ms.float32) for value in (BETA1, BETA2, EPS, STEP, RATE, DECAY))
+    update(*settings, w, gradient, m, v, True)
+    return w - weight, m.value(), v.value()
 
 
-def _adamw_fused(ms):
-    def call(weight, gradient, m, v):
-        w, first, second = (ms.Parameter(tensor.copy()) for tensor in (weight, m, v))
-        steps = ms.Tensor([STEP], ms.float32)
-        outs = ms.ops.auto_generate.AdamW()(
-            w, first, second, second, gradient, steps, RATE, BETA1, BETA2, DECAY, EPS, False, False
-        )
-        return outs[0] - weight, outs[1], outs[2]
-
-    return call
+def _adamw_fused(ms, weight, gradient, m, v):
+    w, first, second = (ms.Parameter(tensor.copy()) for tensor in (weight, m, v))
+    steps = ms.Tensor([STEP], ms.float32)
+    outs = ms.ops.auto_generate.AdamW()(
+        w, first, second, second, gradient, steps, RATE, BETA1, BETA2, DECAY, EPS, False, False
+    )
+    return outs[0] - weight, outs[1], outs[2]
 
 
-def _clip_call(ms):
+def _clip_call(ms, *gradients):
     clip = from_mindformers("core.clip_grad").ClipGradNorm(MAX_NORM)
-
-    def call(*gradients):
-        clipped, norm = clip(gradients)
-        return *clipped, norm
-
-    return call
+    clipped, norm = clip(gradients)
+    return *clipped, norm
 
 
 def _states(rng, *shape):

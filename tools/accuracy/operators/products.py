@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators with matrix products: matmul, attention with rotary positions, and
-experts with the dispatch of their tokens.
-"""
+"""This module tests operators with matrix products: matmul, attention with rotary positions, experts' dispatch."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
 def grouped(rng, rows, h, width, experts):
-    """Return inputs for a grouped matmul: rows sorted by expert, a weight matrix for each expert, and for each expert
-    the index after its last row. The experts have unequal numbers of rows, and one expert may have none.
+    """Return rows sorted by expert, a matrix for each expert, and the index after each expert's last row. Experts have
+    unequal numbers of rows, and one may have none.
     """
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
     ends = np.append(cuts, rows).astype(np.int64)
@@ -36,9 +34,7 @@ def grouped(rng, rows, h, width, experts):
 
 
 def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
-    """Return the grouped matmul of rows [C, h] and experts' weights [E, h, H] as [C, H]: each expert's weight
-    multiplies only the rows of that expert.
-    """
+    """Return rows [C, h] times the weights [E, h, H] of their experts, as [C, H]."""
     parts = np.split(rows, ends[:-1])
     return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
@@ -50,16 +46,13 @@ def grouped_grad(rows, weight, ends, dout):
     return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
 
 
-def _per_expert(ms):
-    def call(rows, weight, ends):
-        first, outs = 0, []
-        for expert, end in enumerate(ends.asnumpy().tolist()):
-            if end > first:
-                outs.append(ms.ops.matmul(rows[first:end], weight[expert]))
-            first = end
-        return ms.ops.concat(outs)
-
-    return call
+def _per_expert(ms, rows, weight, ends):
+    first, outs = 0, []
+    for expert, end in enumerate(ends.asnumpy().tolist()):
+        if end > first:
+            outs.append(ms.ops.matmul(rows[first:end], weight[expert]))
+        first = end
+    return ms.ops.concat(outs)
 
 
 BATCHED = Spec(
@@ -71,7 +64,7 @@ BATCHED = Spec(
 GROUPED = Spec(
     "grouped_matmul", "experts' FFN: GroupedMatmul(split_item=3, group_type=0), moe/ffn.py",
     ((96, 64, 48, 4), (64, 2500, 4, 3)), grouped, golden=grouped_golden, grad=grouped_grad, wrt=(0, 1),
-    call=lambda ms: lambda rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
+    call=lambda ms, rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
         [rows], [weight], None, None, None, None, None, ends
     ),
     counts=lambda rows, weight, ends: Counts(  # the last: the rows of the busiest expert
@@ -128,23 +121,17 @@ def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
     return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 
-def _rope_call(ms):
-    def call(x, freqs):
-        t = x.astype(ms.float32)
-        first, second = ms.ops.split(t, t.shape[-1] // 2, -1)
-        turned = ms.ops.concat((ms.ops.neg(second), first), -1)
-        return (t * ms.ops.cos(freqs) + turned * ms.ops.sin(freqs)).astype(x.dtype)
-
-    return call
+def _rope_call(ms, x, freqs):
+    t = x.astype(ms.float32)
+    first, second = ms.ops.split(t, t.shape[-1] // 2, -1)
+    turned = ms.ops.concat((ms.ops.neg(second), first), -1)
+    return (t * ms.ops.cos(freqs) + turned * ms.ops.sin(freqs)).astype(x.dtype)
 
 
-def _rope_fused(ms):
-    def call(x, freqs):
-        t = x.astype(ms.float32)
-        rotate = ms.ops.auto_generate.RotaryPositionEmbedding()
-        return rotate(t, ms.ops.cos(freqs), ms.ops.sin(freqs), 0).astype(x.dtype)
-
-    return call
+def _rope_fused(ms, x, freqs):
+    t = x.astype(ms.float32)
+    rotate = ms.ops.auto_generate.RotaryPositionEmbedding()
+    return rotate(t, ms.ops.cos(freqs), ms.ops.sin(freqs), 0).astype(x.dtype)
 
 
 def _probabilities(q, k):
@@ -154,7 +141,7 @@ def _probabilities(q, k):
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """Return causal attention softmax(q k^T / sqrt(D)) v, where q, k, v and the result are [B, N, S, D]."""
+    """Return causal attention softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
     return _probabilities(q, k) @ v
 
 
@@ -166,25 +153,19 @@ def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Ar
     return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
 
 
-def _attention_call(ms):
-    def call(q, k, v):
-        scores = ms.ops.BatchMatMul(transpose_b=True)(q, k).astype(ms.float32) * (1 / math.sqrt(q.shape[-1]))
-        future = ms.Tensor(np.triu(np.ones(scores.shape[-2:], bool), 1))
-        p = ms.ops.softmax(ms.ops.masked_fill(scores, future, -1e4), -1)
-        return ms.ops.BatchMatMul()(p.astype(q.dtype), v)
-
-    return call
+def _attention_call(ms, q, k, v):
+    scores = ms.ops.BatchMatMul(transpose_b=True)(q, k).astype(ms.float32) * (1 / math.sqrt(q.shape[-1]))
+    future = ms.Tensor(np.triu(np.ones(scores.shape[-2:], bool), 1))
+    p = ms.ops.softmax(ms.ops.masked_fill(scores, future, -1e4), -1)
+    return ms.ops.BatchMatMul()(p.astype(q.dtype), v)
 
 
-def _flash_call(ms):
-    def call(q, k, v):
-        future = ms.Tensor(np.triu(np.ones((q.shape[2], k.shape[2]), np.uint8), 1))
-        flash = ms.ops.operations.nn_ops.FlashAttentionScore(
-            q.shape[1], scale_value=1 / math.sqrt(q.shape[-1]), input_layout="BNSD"
-        )
-        return flash(q, k, v, None, None, None, future)[3]
-
-    return call
+def _flash_call(ms, q, k, v):
+    future = ms.Tensor(np.triu(np.ones((q.shape[2], k.shape[2]), np.uint8), 1))
+    flash = ms.ops.operations.nn_ops.FlashAttentionScore(
+        q.shape[1], scale_value=1 / math.sqrt(q.shape[-1]), input_layout="BNSD"
+    )
+    return flash(q, k, v, None, None, None, future)[3]
 
 
 ROPE = Spec(
@@ -216,9 +197,8 @@ def _chosen(logits, bias):
 
 
 def router(logits: Array, bias: Array) -> tuple[Array, Array]:
-    """Return the weights and the indices of the k experts that a router chooses for each token, both [N, k].
-
-    Experts are chosen by score plus bias; their weights are their scores without the bias, normalised and scaled.
+    """Return the weights and the indices of the k experts that a router chooses for each token, both [N, k]: the best
+    by score plus bias, weighted by their scores without the bias, normalised and scaled.
     """
     gate, index = _chosen(logits, bias)
     return SCALING * gate / (gate.sum(-1, keepdims=True) + 1e-20), index
@@ -235,19 +215,14 @@ def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
 
 
 def _router_call(topk, **settings):
-    def make(ms):
-        chosen = kernel(topk, TOP_K, **settings)(ms)
+    def call(ms, logits, bias):
+        scores = ms.ops.sigmoid(logits)
+        _, index = kernel(topk, TOP_K, **settings)(ms, scores + bias)
+        gate = ms.ops.gather_d(scores, 1, index)
+        total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
+        return SCALING * (gate / (total + 1e-20)), index
 
-        def call(logits, bias):
-            scores = ms.ops.sigmoid(logits)
-            _, index = chosen(scores + bias)
-            gate = ms.ops.gather_d(scores, 1, index)
-            total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
-            return SCALING * (gate / (total + 1e-20)), index
-
-        return call
-
-    return make
+    return call
 
 
 def _logits(rng, tokens, experts):
@@ -262,9 +237,7 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return two permutations int [N k] for the k copies of N tokens: the order that sorts the copies by expert
-    (stable), and the position of each copy in this order.
-    """
+    """Return for the k copies of N tokens, int [N k], the order by expert (stable), and each copy's place in it."""
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 
@@ -286,9 +259,7 @@ def _unpermute_inputs(rng, tokens, hidden, experts):
 
 
 def unpermute(rows: Array, place: Array, probs: Array) -> Array:
-    """Return tokens [N, h], where each token is the weighted sum of its k copies. The argument `rows` holds the sorted
-    copies [N k, h], `place` [N k] holds the row of each copy, and `probs` [N, k] holds the weights of the copies.
-    """
+    """Return tokens [N, h]: each sums k copies, rows[place] ([N k, h], place [N k]), weighted by probs [N, k]."""
     return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
 
 
@@ -299,12 +270,9 @@ def unpermute_grad(rows: Array, place: Array, probs: Array, dout: Array) -> tupl
     return grad, np.einsum("nkh,nh->nk", rows[place].reshape(*probs.shape, -1), dout)
 
 
-def _unpermute_call(ms):
-    def call(rows, place, probs):
-        copies = ms.ops.gather(rows, place, 0).reshape(*probs.shape, -1)
-        return ms.ops.ReduceSum()(copies * ms.ops.expand_dims(probs, -1), 1)
-
-    return call
+def _unpermute_call(ms, rows, place, probs):
+    copies = ms.ops.gather(rows, place, 0).reshape(*probs.shape, -1)
+    return ms.ops.ReduceSum()(copies * ms.ops.expand_dims(probs, -1), 1)
 
 
 ROUTER = Spec(

@@ -1,6 +1,4 @@
-"""This module holds the tests (specs) of operators that compute over a whole axis: sums and maxima, sorting, norms and
-softmax, losses.
-"""
+"""This module tests operators that compute over a whole axis: sums and maxima, sorting, norms, softmax, losses."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def _distinct(rng, rows, n):
 
 
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of a product over the last axis: dout times the product of all other elements, computed
-    without dividing by x, because this division would magnify errors where x is tiny.
-    """
+    """Return dout times the product of all other elements, without dividing by x, which may be tiny."""
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
     return (dout[..., None] * others,)
 
@@ -83,7 +79,6 @@ K = 8
 
 
 def _ordered(name, source, call, golden, order):
-    """Return the spec of an operator that picks elements of a row by their order, which `order` gives."""
     return Spec(
         name, source, ((16, 200),), _distinct, golden, call=call, counts=moved,
         grad=order and (lambda x, dout: place_back(x, order(x), dout)),
@@ -173,19 +168,14 @@ def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[A
 
 
 def rms_norm_call(epsilon: float):
-    """Return the RMS norm as MindFormers computes it (transformer/norm.py): the statistics in float32, the result in
-    the input's type.
-    """
+    """Return the RMS norm as MindFormers computes it (transformer/norm.py): the statistics in float32."""
 
-    def make(ms):
-        def call(x, gamma):
-            y = x.astype(ms.float32)
-            mean = ms.ops.auto_generate.MeanExt()(ms.ops.square(y), -1, True)
-            return (y * ms.ops.rsqrt(mean + epsilon) * gamma.astype(ms.float32)).astype(x.dtype)
+    def call(ms, x, gamma):
+        y = x.astype(ms.float32)
+        mean = ms.ops.auto_generate.MeanExt()(ms.ops.square(y), -1, True)
+        return (y * ms.ops.rsqrt(mean + epsilon) * gamma.astype(ms.float32)).astype(x.dtype)
 
-        return call
-
-    return make
+    return call
 
 
 def _scaled(rng, rows, n):
@@ -215,13 +205,13 @@ NORMALISE = (
     RMS,
     variant(
         RMS, "rms_norm.fused", "the kernel RmsNorm, fused_norm: True",
-        lambda ms: lambda x, gamma: ms.ops.rms_norm(x, gamma, RMS_EPS)[0],
+        lambda ms, x, gamma: ms.ops.rms_norm(x, gamma, RMS_EPS)[0],
     ),
     Spec(
         "layer_norm", "where norm is LayerNorm: P.LayerNorm, transformer/norm.py", NORMALISED_ROWS,
         lambda rng, rows, n: (*_scaled(rng, rows, n), rng.standard_normal(n, np.float32)),
         golden=layer_norm, grad=layer_norm_grad, wrt=(0, 1, 2), clip=False, counts=normalised,
-        call=lambda ms: lambda x, gamma, beta: ms.ops.LayerNorm(-1, -1, LAYER_EPS)(x, gamma, beta)[0],
+        call=lambda ms, x, gamma, beta: ms.ops.LayerNorm(-1, -1, LAYER_EPS)(x, gamma, beta)[0],
     ),
 )  # fmt: skip
 
@@ -238,15 +228,12 @@ def cross_entropy_grad(logits: Array, labels: Array, dout: Array) -> tuple[Array
     return (grad * dout[:, None],)
 
 
-def _formula(ms):
-    def call(logits, labels):
-        x = logits.astype(ms.float32)
-        shifted = x - ms.ops.stop_gradient(ms.ops.ReduceMax(keep_dims=True)(x, -1))
-        total = ms.ops.log(ms.ops.ReduceSum(keep_dims=True)(ms.ops.exp(shifted), -1))
-        hot = ms.ops.OneHot()(labels, x.shape[-1], ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32))
-        return ms.ops.ReduceSum()((total - shifted) * hot, -1)
-
-    return call
+def _formula(ms, logits, labels):
+    x = logits.astype(ms.float32)
+    shifted = x - ms.ops.stop_gradient(ms.ops.ReduceMax(keep_dims=True)(x, -1))
+    total = ms.ops.log(ms.ops.ReduceSum(keep_dims=True)(ms.ops.exp(shifted), -1))
+    hot = ms.ops.OneHot()(labels, x.shape[-1], ms.Tensor(1.0, ms.float32), ms.Tensor(0.0, ms.float32))
+    return ms.ops.ReduceSum()((total - shifted) * hot, -1)
 
 
 def _logits(rng, tokens, vocabulary):

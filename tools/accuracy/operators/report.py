@@ -91,19 +91,10 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return the status of an operator in one data type: "fail" if a check failed, "not runnable" if its forward pass
-    did not run here, otherwise "pass".
-    """
+    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, otherwise PASS."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
-
-
-def used(rows: list[Row]) -> float:
-    """Return the largest error in forward and backward as a share of its tolerance; 0 if the operator only moves
-    values.
-    """
-    return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
 def cell_text(rows: list[Row]) -> str:
@@ -113,7 +104,8 @@ def cell_text(rows: list[Row]) -> str:
         return "-"
     if status == FAIL:
         return "FAIL special" if all(row.phase == "special" for row in rows if row.status == FAIL) else "FAIL"
-    text = f"{used(rows):.0%}" if any(row.tolerance for row in rows if row.phase != "special") else "exact"
+    used = [row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"]
+    text = f"{max(used):.0%}" if used else "exact"
     return f"{text}, forward only" if any(row.status == NOT_RUNNABLE for row in rows) else text
 
 
@@ -127,9 +119,7 @@ def failure_text(row: Row) -> str:
 
 
 def not_runnable_lines(rows: list[Row]) -> list[str]:
-    """Return one line for each operator that cannot run here, with its data types, the phase (forward or backward) and
-    MindSpore's message.
-    """
+    """Return one line for each operator that cannot run here: its types, the phase and MindSpore's message."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.op, row.phase, row.detail), []).append(SHORT[row.dtype])

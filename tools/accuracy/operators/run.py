@@ -1,6 +1,5 @@
 """This module tests one operator in one data type: forward, backward, special values and reruns. Small magnitudes of
-inputs are clipped to a lower bound (section 3.1 (3) of the TeleChat3-MoE report); golden results are computed in NumPy,
-in a wider data type.
+inputs are clipped (section 3.1 (3) of the TeleChat3-MoE report); golden results are computed in NumPy, in a wider type.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values with magnitudes below `bound` replaced by `bound`; each value, also zero, keeps its sign."""
+    """Return the values with magnitudes below `bound` replaced by it; each keeps its sign, also zero."""
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
 def specials(dtype: str) -> np.ndarray:
-    """Return 13 special values rounded to `dtype`: zero, denormals, the smallest normal and small whole numbers, half
-    the largest number (so that the order of multiplications does not decide whether they overflow), infinities and NaN.
-    Negative zero is left out, because kernels handle its sign differently, and training does not depend on it.
+    """Return 13 special values: zero, denormals, the smallest normal, small whole numbers, half the largest number (so
+    that the order of products does not decide whether they overflow), infinities and NaN. Training does not depend on
+    the sign of zero, which kernels handle differently.
     """
     low, high = SMALLEST[dtype], LARGEST[dtype] / 2
     values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
@@ -47,14 +46,12 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Return one vector for each input of an elementwise operator; together the vectors hold every combination of
-    special values.
-    """
+    """Return a vector for each input of an elementwise operator, with every combination of special values."""
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
 def poke(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a copy of an array [..., n] with a special value in the middle of each of its first 13 rows."""
+    """Return a copy of an array [..., n] with a special value in each of its first 13 rows."""
     poked = values.copy()
     rows = poked.reshape(-1, poked.shape[-1])
     special = specials(dtype)
@@ -64,18 +61,14 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values as they are read by a device that replaces denormals by zero; if `signed`, the zeros keep the
-    sign.
-    """
+    """Return the values with denormals as zeros, which keep the sign if `signed`."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one test of an operator: inputs and incoming gradients, rounded to the tested type, and the golden
-    results.
-    """
+    """A `Case` is one test of an operator: inputs and incoming gradients in the tested type, and golden results."""
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
@@ -85,12 +78,12 @@ class Case:
 
 
 def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
-    """Return a random number generator that depends only on the operator's base name, the shape and the seed."""
+    """Return random numbers that depend only on the operator's base name, the shape and the seed."""
     return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
 
 
 def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
-    """Return one test: inputs of the sizes `shape`, clipped and rounded, and their golden results."""
+    """Return one test of the sizes `shape`."""
     rng = generator(spec, shape, seed)
     inputs, extreme = [], 0
     for number, values in enumerate(spec.make(rng, *shape)):
@@ -108,7 +101,7 @@ def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case
 
 
 def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, ...]:
-    """Return the golden outputs of an operator for these inputs; invalid operations give inf and NaN as in IEEE 754."""
+    """Return the golden outputs; invalid operations give inf and NaN as in IEEE 754."""
     with np.errstate(all="ignore"):
         return tuple(np.asarray(out) for out in as_tuple(spec.golden(*(promoted(values, dtype) for values in inputs))))
 
@@ -116,14 +109,14 @@ def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.
 def backward(
     spec: Spec, inputs: tuple[np.ndarray, ...], douts: tuple[np.ndarray, ...], dtype: str
 ) -> tuple[np.ndarray, ...]:
-    """Return the golden gradients of an operator with respect to those inputs that `spec.wrt` lists."""
+    """Return the golden gradients with respect to `spec.wrt`."""
     assert spec.grad is not None
     grads = spec.grad(*(promoted(values, dtype) for values in (*inputs, *douts)))
     return tuple(np.asarray(grad) for grad in as_tuple(grads))
 
 
 def is_float(values: np.ndarray) -> bool:
-    """Return whether an array holds floats, which are rounded and can have a gradient."""
+    """Return whether an array holds floats."""
     return bool(np.issubdtype(values.dtype, np.floating))
 
 
@@ -146,9 +139,7 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
-    """Return one result (row) for each check of an operator in one data type; with `reruns=1` the check that reruns
-    give identical bits is left out.
-    """
+    """Return a row for each check of an operator in one type; with `reruns=1` reruns are not compared."""
     rows: list[Row] = []
     for shape in spec.shapes:
         rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed))
@@ -221,9 +212,7 @@ def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iter
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Return inputs with special values such as NaN: all combinations if `spec.special` is "each", and one special
-    value in each row if it is "row".
-    """
+    """Return inputs with all combinations of special values ("each"), or with one in each row ("row")."""
     case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
         return tuple(grid(dtype, len(case.inputs)))

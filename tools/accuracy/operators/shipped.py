@@ -1,7 +1,6 @@
-"""This module compares golden results that this host computes with those in a small file of the repository
-(shipped.json), because a host whose CPU or NumPy computes wrong golden results would also judge its device wrongly. The
-file shipped.json holds results of another CPU: for the first shape of every operator and data type, the root mean
-square and a few elements of each golden tensor.
+"""This module compares the golden results of this host with those of another CPU in shipped.json, because a host that
+computes wrong golden results would also judge its device wrongly. The file holds the root mean square and a few
+elements of each golden tensor of every operator's first shape.
 
 `python -m tools.accuracy.operators.shipped --update` writes the file again; this needs only NumPy.
 """
@@ -32,7 +31,7 @@ _DIGITS = 8
 
 
 def numbers_of(spec: Spec, dtype: str) -> dict[str, list[float]]:
-    """Return root mean square and sample elements of each golden result of an operator's first test shape."""
+    """Return root mean square and sample elements of each golden result of an operator's first shape."""
     case = make_case(spec, spec.shapes[0], dtype, SEED)
     tensors = {f"output {number}": array for number, array in enumerate(case.outputs)}
     tensors |= {f"gradient {number}": array for number, array in zip(spec.wrt, case.grads, strict=False)}
@@ -48,9 +47,7 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the content of a file of golden results: "made" (a date), "numpy" (a version) and "results"; raise
-    DataError if the file cannot be read or holds no results.
-    """
+    """Return the "made" (a date), "numpy" (a version) and "results" of a file; raise DataError if it holds none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         content["results"].keys()
@@ -63,9 +60,7 @@ def read_shipped(file: Path = FILE) -> dict[str, Any]:
 
 
 def differences(pairs: Iterable[tuple[Spec, str]], shipped: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of compared golden tensors of the pairs (operator, data type), and one line of text for each
-    tensor that differs from `shipped`, the content that `read_shipped` returned.
-    """
+    """Return the number of compared tensors of the pairs (operator, type), and a line for each that differs."""
     compared, lines = 0, []
     for spec, dtype in pairs:
         for name, got in numbers_of(spec, dtype).items():

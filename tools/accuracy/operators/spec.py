@@ -1,6 +1,5 @@
-"""This module defines the test of one operator as data: small functions over NumPy arrays, one MindSpore call, and
-functions that count the terms that are summed in an element of the result. The counts of summed terms select the
-tolerance in Table 2 of the TeleChat3-MoE report.
+"""This module defines the test of one operator as data: functions over NumPy arrays, a MindSpore call, and the number
+of terms that an element sums, which selects the tolerance in Table 2 of the TeleChat3-MoE report.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """A `Counts` holds the number of terms that are summed in an element of each output and of each gradient (one
-    number, or one for each tensor); 0 means that values are only moved.
+    """A `Counts` holds how many terms an element of each output and of each gradient sums (one number, or one for each
+    tensor); 0 means that values are only moved.
     """
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """Return the number of summed terms of the output or gradient number `index`; `phase` is "forward" or
-        "backward".
-        """
+        """Return the count of output ("forward") or gradient ("backward") number `index`."""
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -35,48 +32,38 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """Return the counts of summed terms for an elementwise operator: 1 in forward and backward."""
+    """Return the counts of an elementwise operator."""
     return Counts(1, 1)
 
 
 def moved(*_: np.ndarray) -> Counts:
-    """Return the counts of summed terms for an operator that only moves values: 0 in forward and backward."""
+    """Return the counts of an operator that only moves values."""
     return Counts(0, 0)
 
 
 def reduced(x: np.ndarray) -> Counts:
-    """Return the counts of summed terms for a sum over the last axis: the length of the axis in forward, and 1 in
-    backward, which only copies the gradient.
-    """
+    """Return the counts of a sum over the last axis, whose backward only copies."""
     return Counts(x.shape[-1], 1)
 
 
 def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of summed terms for operators such as a cumulative sum: the length of the last axis in forward
-    and backward.
-    """
+    """Return the counts of an operator such as a cumulative sum over the last axis."""
     return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """Return the counts of summed terms for a norm: the length of the last axis, and the number of rows for the
-    gradients of scale and shift.
-    """
+    """Return the counts of a norm; the gradients of scale and shift sum over rows."""
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of summed terms for an operator that reads rows of a table by index: 0 in forward, and in
-    backward the number of times that the most frequent index occurs.
-    """
+    """Return the counts of reading rows by index; the gradient of the busiest row sums its readers."""
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Return the counts of summed terms for an operator that adds rows to a tensor by index: in forward 1 plus the
-    number of times that the most frequent index occurs, and 0 in backward.
-    """
+    """Return the counts of adding rows to a tensor by index."""
     return Counts(1 + busiest(index), 0)
 
 
@@ -96,8 +83,7 @@ class Spec:
     # (rng, *sizes) -> input arrays: float32 (rounded to the tested type later), integers or booleans
     make: Callable[..., tuple[Array, ...]]
     golden: Callable[..., Any]  # inputs -> output or tuple of outputs, in the float type of its inputs
-    # the module `mindspore` -> function of tensors that returns a tensor or a tuple
-    call: Callable[[Any], Callable[..., Any]]
+    call: Callable[..., Any]  # (the module `mindspore`, *tensors) -> a tensor or a tuple
     counts: Counter  # inputs -> accumulation counts
     # (*inputs, *gradients of the float outputs) -> gradients of inputs `wrt`; None: not differentiable
     grad: Callable[..., tuple[Array, ...]] | None = None
@@ -110,8 +96,8 @@ class Spec:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
 
-def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[..., Any]], **other: Any) -> Spec:
-    """Return a test that compares another kernel or formula with the golden results of `spec`."""
+def variant(spec: Spec, name: str, source: str, call: Callable[..., Any], **other: Any) -> Spec:
+    """Return a test of another kernel or formula with the golden results of `spec`."""
     return replace(spec, name=name, source=source, call=call, **other)
 
 
@@ -121,43 +107,36 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]:
-    """Return a function for `Spec.make` that draws `count` normally distributed tensors of the same shape."""
+    """Return a function for `Spec.make` that draws `count` normally distributed tensors of one shape."""
     return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
 
 
-def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call` that calls the primitive `name` of `mindspore.ops.auto_generate` or, if it is
-    not there, of `mindspore.ops`. The primitive is created with `settings`, and gets the arguments `rest` after the
-    tensors.
+def kernel(name: str, *rest: Any, **settings: Any) -> Callable[..., Any]:
+    """Return a function for `Spec.call` that makes the primitive `name` of `mindspore.ops.auto_generate`, or else of
+    `mindspore.ops`, with `settings`, and calls it with the tensors and `rest`.
     """
 
-    def call(ms: Any) -> Callable[..., Any]:
-        primitive = (getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name))(**settings)
-        return lambda *tensors: primitive(*tensors, *rest)
+    def call(ms: Any, *tensors: Any) -> Any:
+        primitive = getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name)
+        return primitive(**settings)(*tensors, *rest)
 
     return call
 
 
-def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function for `Spec.call` that calls the function `name` of `mindspore.ops` with the tensors, then the
-    arguments `rest`.
-    """
-    return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
+def function(name: str, *rest: Any, **settings: Any) -> Callable[..., Any]:
+    """Return a function for `Spec.call` that calls `mindspore.ops.NAME` with the tensors, then `rest`."""
+    return lambda ms, *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
 
 
 def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of an operator that picks elements along the last axis: zeros, with the incoming gradient at
-    the positions of the picked elements.
-    """
+    """Return the gradient of picking elements along the last axis by index."""
     grad = np.zeros_like(x)
     np.put_along_axis(grad, index, dout, -1)
     return (grad,)
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of an operator that picks rows of a table by `index` [P]: the rows of `dout` [P, h], added at
-    their indices to zeros in the shape of the table.
-    """
+    """Return the gradient of picking rows of a table by `index` [P]: the rows of `dout` [P, h] added at them."""
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

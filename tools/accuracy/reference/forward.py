@@ -1,8 +1,6 @@
 """This module computes a model's forward pass in NumPy and float64, as a slow reference for MindFormers and for Hugging
-Face. The outputs of the modules have the same names as in the records of the compared trainings.
-
-The forward pass has no cache, no fusion and no batching of experts. The equations are those of the DeepSeek-V3
-technical report, section 2.1; YaRN is that of Peng et al., section 3.2, as DeepSeek-V3 applies it.
+Face, without cache, fusion or batching of experts. Outputs have the same names as in the records of trainings. The
+equations are those of the DeepSeek-V3 technical report, section 2.1; YaRN is that of Peng et al., section 3.2.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ TIE = 1e-5  # of two scores; float32 has errors of 1e-7 to 1e-6 in them
 
 
 class Forward:
-    """A `Forward` computes the forward pass of a model with multi-head latent attention (MLA), from weights with
-    Hugging Face's names. Tests override methods of this class to insert faults.
+    """A `Forward` is the forward pass of a model with multi-head latent attention (MLA), from Hugging Face's weights.
+    Tests override its methods to insert faults.
     """
 
     def __init__(self, sizes: Sizes, weights: Arrays):
@@ -32,9 +30,7 @@ class Forward:
         self.ties: dict[str, int] = {}  # router -> tokens whose choice of experts rounding may decide
 
     def run(self, ids: np.ndarray) -> Arrays:
-        """Return a dictionary from the name of each module to its output for the token ids [B, S]; the entry `logits`
-        has the shape [B, S, v].
-        """
+        """Return the output of each module by name for token ids [B, S]; `logits` are [B, S, v]."""
         self.trace = {}
         hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
         if self.sizes.streams > 1:
@@ -51,9 +47,7 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """Return the output of a transformer layer for an input [B, S, h], or [B, S, n, h] if the model has n residual
-        streams.
-        """
+        """Return a layer's output for an input [B, S, h], or [B, S, n, h] of n residual streams."""
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         if hidden.ndim == 4:
             hidden = self.connected(f"{name}.attn_hc", hidden, lambda read: self.read(layer, read))
@@ -62,38 +56,34 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the attention sublayer (norm, then attention) for an input [B, S, h]."""
+        """Return the attention sublayer (norm, then attention) of x [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of the feed-forward sublayer (norm, then MLP or experts) for an input [B, S, h]."""
+        """Return the feed-forward sublayer (norm, then MLP or experts) of x [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
         return self._note(f"{where}.mlp", mlp(layer, normed))
 
     def connected(self, name: str, x: np.ndarray, sublayer: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the residual streams [B, S, n, h] after `sublayer`, which maps [B, S, h] to [B, S, h] and is connected
-        to the streams by the hyper-connections `name`.
-        """
+        """Return the streams [B, S, n, h] after `sublayer` ([B, S, h]), connected by the hyper-connections `name`."""
         weights = hyper_connections.Weights(*(self.weights[f"{name}.{each}"] for each in HYPER_WEIGHTS))
         one = lambda read: sublayer(read.reshape(*x.shape[:2], -1)).reshape(read.shape)  # noqa: E731
         iterations, eps = self.hf["hc_sinkhorn_iters"], self.hf["rms_norm_eps"]
         return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Return the output [B, S, h] of an MTP layer, from the ids [B, S] of the next tokens and the output of the
-        layer before.
-        """
+        """Return the output [B, S, h] of an MTP layer, from the next tokens' ids [B, S] and the layer before."""
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
         joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
         return self.norm(f"{name}.shared_head.norm", self.layer(number, self.linear(f"{name}.eh_proj", joined)))
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output [B, S, h] of multi-head latent attention for an input [B, S, h]."""
+        """Return multi-head latent attention of x [B, S, h]."""
         name, where, hf = f"model.layers.{layer}.self_attn", f"layers.{layer}", self.hf
         heads, nope, rope = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
         rank, shape, latent = hf["kv_lora_rank"], (*x.shape[:2], heads, -1), self.sizes.latent_eps
@@ -131,9 +121,7 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return x [B, S, N, D] with RoPE applied to pairs of neighbouring elements; the result holds the first
-        elements of all pairs, then the second elements.
-        """
+        """Return RoPE of neighbouring pairs of x [B, S, N, D]: all first elements, then all second ones."""
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)
@@ -144,9 +132,7 @@ class Forward:
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
-        """Return RoPE's angle for each pair of dimensions, [D / 2], in radians per position; with YaRN the angles are
-        interpolated.
-        """
+        """Return RoPE's angle of each pair of dimensions, [D / 2], in radians per position, with YaRN."""
         size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
         plain = base ** -(np.arange(0, size, 2) / size)
         if not scaling:
@@ -162,7 +148,7 @@ class Forward:
         return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
     def dense(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the output of a dense layer's feed-forward network for an input x."""
+        """Return a dense layer's feed-forward network of x."""
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
@@ -177,9 +163,7 @@ class Forward:
         return out + shared
 
     def route(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the weights of the experts [B, S, E]: normalised sigmoid scores for the top k experts by score plus
-        bias, and 0 for all others.
-        """
+        """Return the weights of the experts [B, S, E]: normalised sigmoid scores of the top k by score plus bias."""
         name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
         scores = 1 / (1 + np.exp(-self.linear(name, x)))
         choice = scores + self.weights[f"{name}.e_score_correction_bias"]

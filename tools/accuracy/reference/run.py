@@ -1,10 +1,9 @@
-"""This module trains the reference model in a separate process: `python -m tools.accuracy.reference.run JOB.npz
-OUT.npz`. The process needs torch, transformers and NumPy.
+"""This module trains the reference model in a process: `python -m tools.accuracy.reference.run JOB.npz OUT.npz`.
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>` of the MindFormers
-training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 if torch or
-transformers is missing.
+training, for `train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). The exit code is 3 without torch or
+transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main(job_file: str, out_file: str) -> int:
-    """Train the reference model as the file `job_file` says, and write the results into `out_file`."""
+    """Train the reference model as `job_file` says, and write the results into `out_file`."""
     try:
         import torch
         import transformers
@@ -54,14 +53,12 @@ def read(file: str | Path) -> Arrays:
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays whose names begin with a prefix, as a dictionary by their names without the prefix."""
+    """Return the arrays whose names begin with a prefix, by their names without it."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 
 def states_of(stored: Mapping[str, np.ndarray], steps: int) -> tuple[list[dict[str, Arrays]], list[Arrays]]:
-    """Return two lists: the weights and moments before each step and after the last step, and for each step the
-    experts' loads.
-    """
+    """Return weights and moments before each step and after the last, and the experts' loads of each step."""
     states = [{kind: below(stored, f"state/{step}/{kind}/") for kind in KINDS} for step in range(steps + 1)]
     return states, [below(stored, f"load/{step}/") for step in range(steps)]
 

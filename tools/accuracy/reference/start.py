@@ -1,6 +1,5 @@
-"""This module defines how the two trainings that `tc3 accuracy align` compares start: the initial weights, which are
-the same on every machine and are chosen so that faults show, and the optimizer and learning rates, which are computed
-from the recipe independently of MindFormers.
+"""This module defines how the two trainings of `tc3 accuracy align` start: initial weights that are the same on every
+machine and show faults, and optimizer and learning rates, computed independently of MindFormers.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return the initial float32 weights by Hugging Face's names. The weights of norms are not 1 and the biases are not
-    0, so that a norm or bias that is left out changes the results. Weights other than norms and biases are small,
-    because with unit variance rounding would move tokens to other experts and so change the loss of step 20 by 1e-3.
+    """Return float32 weights by Hugging Face's names. Norms are not 1 and biases not 0, so that one that is left out
+    shows; the others are small: with unit variance rounding would change the loss of step 20 by 1e-3.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -45,9 +43,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def nudged(weights: Arrays) -> Arrays:
-    """Return the weights with each element moved up or down by one unit in its last place; a training from these
-    weights shows the effect of rounding.
-    """
+    """Return the weights with each element moved by one unit in its last place, which shows the effect of rounding."""
     random = np.random.default_rng(0)
 
     def nudge(array: np.ndarray) -> np.ndarray:
@@ -59,9 +55,7 @@ def nudged(weights: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A `Hyper` holds the parameters of AdamW with decoupled weight decay; `rates` holds the learning rate of each
-    step, and `clip` is the largest allowed global norm (0: no clipping).
-    """
+    """A `Hyper` holds the parameters of AdamW with decoupled decay; `clip` is the largest global norm (0: none)."""
 
     rates: list[float]
     betas: tuple[float, float]
@@ -71,16 +65,12 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the number of the first step (from 1) whose learning rate is not 0; earlier steps of a warm-up from 0
-        do not change the weights.
-        """
+        """Return the first step (from 1) whose learning rate is not 0; earlier ones change no weight."""
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return AdamW's parameters in a recipe, with the learning rates of the first `steps` steps; raise RecipeError if
-    the recipe has settings that the reference training does not support.
-    """
+    """Return AdamW's parameters and the rates of `steps` steps; raise RecipeError for what the reference lacks."""
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
         raise RecipeError(
@@ -106,9 +96,7 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step (counted from 0): linear warm-up, then a constant rate or a cosine decay;
-    raise RecipeError for another schedule.
-    """
+    """Return the learning rate of a step (from 0); raise RecipeError for a schedule that the reference lacks."""
     kind = schedule["type"]
     if kind not in SCHEDULES:
         raise RecipeError(

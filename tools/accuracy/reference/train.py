@@ -1,5 +1,5 @@
-"""This module trains the reference model: Hugging Face's DeepseekV3ForCausalLM, extended by MTP layers, counts of the
-tokens of each expert, and a trace of every module's output. The module needs torch and transformers.
+"""This module trains Hugging Face's DeepseekV3ForCausalLM with MTP layers, counts of the tokens of each expert, and a
+trace of every module's output. It needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
-    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (section 2.2 of its technical report), built from
-    Hugging Face's modules. The weights of an `MtpLayer` have the same names as in DeepSeek-V3's checkpoints; copies of
-    embedding and head are left out.
+    """An `MtpLayer` is DeepSeek-V3's multi-token prediction module (section 2.2 of its technical report), under the
+    names of its checkpoints, without the copies of embedding and head.
     """
 
     def __init__(self, config: DeepseekV3Config, number: int):
@@ -42,9 +41,7 @@ class MtpLayer(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
-        """Return the MTP block's hidden states [B, S, h] for `embedded` [B, S, h], the embeddings of the next tokens,
-        and `hidden` [B, S, h], the main model's hidden states after its last norm.
-        """
+        """Return hidden states [B, S, h], from the next tokens' embeddings and the main model's states."""
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.shared_head["norm"](self.layer[0](joined, **attention))
 
@@ -77,8 +74,8 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the total `loss`, `lm_loss`, `mtp_loss`, `aux_loss` and the `logits` [B, S, v] of a batch. The batch
-        holds `input_ids` and `labels` (already shifted), int64 [B, S], and `loss_mask`, float32 [B, S].
+        """Return the `loss`, its parts, and the `logits` [B, S, v] of a batch of `input_ids` and `labels` (already
+        shifted), int64 [B, S], and `loss_mask`, float32 [B, S].
         """
         ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
         inner = self.model.model
@@ -104,15 +101,14 @@ class Reference:
         return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
 
     def counts(self, layer: int) -> torch.Tensor:
-        """Return for each expert of a layer the number of tokens for which the last forward pass chose it."""
+        """Return how many tokens of the last forward pass chose each expert of a layer."""
         scores, chosen, _ = self.routed[layer]
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
     def move_bias(self, loads: Loads) -> None:
-        """Update the routers' biases by the rule of aux-loss-free balancing: down for an expert with more than its
-        share of the tokens, up for an expert with less. If `loads` (layer -> share of each expert, [E]) holds the loads
-        of the MindFormers training, these loads are used instead of the reference's own counts, so that only the rule
-        is compared.
+        """Move the routers' biases: down for an expert with more than its share of the tokens, up for one with less.
+        MindFormers' `loads` (layer -> share of each expert, [E]), if given, replace the reference's own counts, so that
+        only the rule is compared.
         """
         for layer, (scores, chosen, _) in self.routed.items():
             counts = self.counts(layer)
@@ -123,7 +119,6 @@ class Reference:
             gate.e_score_correction_bias += self.sizes.bias_rate * short.float()
 
     def _attention_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments of a decoder layer besides its input: positions, and a causal mask."""
         positions = torch.arange(hidden.shape[1])[None]
         return {
             "attention_mask": causal_mask(hidden.shape[1]),
@@ -131,7 +126,6 @@ class Reference:
         }
 
     def _attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
-        """Return Hugging Face's eager attention with a mask of its own, its operands noted."""
         mask = causal_mask(query.shape[2])
         out = deepseek.eager_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
         if self.trace is not None:
@@ -193,9 +187,7 @@ def _rolled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train the reference on `batches` (`input_ids`, `labels`, `loss_mask`, each [steps, B, S]); return the arrays from
-    which `tools.accuracy.align.sides` makes a record of the training.
-    """
+    """Train the reference on `batches` (each column [steps, B, S]), and return the arrays of a record."""
     record = forward(reference, batches)
     model = reference.model
     optimizer = optimizer_of(model, hyper)
@@ -262,9 +254,7 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Return the parts of a batch's loss, and the global gradient norm; afterwards `grad` of each weight holds its
-    gradient.
-    """
+    """Return the parts of a batch's loss, and the global gradient norm; weights then hold their gradients."""
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -312,13 +302,13 @@ def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
 
 
 def batch_of(batches: Arrays, index: int) -> dict[str, torch.Tensor]:
-    """Return the batch of one step as torch tensors [B, S]: `input_ids` and `labels` as int64, and `loss_mask`."""
+    """Return the batch of one step as tensors [B, S]."""
     ids, labels = (torch.from_numpy(batches[name][index].astype(np.int64)) for name in ("input_ids", "labels"))
     return {"input_ids": ids, "labels": labels, "loss_mask": torch.from_numpy(batches["loss_mask"][index])}
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values of a torch tensor as a float32 array of NumPy."""
+    """Return a torch tensor as a float32 array."""
     return tensor.detach().float().numpy().copy()
 
 

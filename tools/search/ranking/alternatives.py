@@ -11,7 +11,7 @@ simulated, because MindFormers 1.9.0 does not pass `swap_config` to any model (d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,19 +23,21 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.place import Placement
-from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
+from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, pairs_up, why_not
+from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import configuration
-from tools.search.ranking.rank import Ranked, rank
+from tools.search.ranking.rank import Chances, Ranked, Ranking, rank
 from tools.search.ranking.run import Entry, Found, Progress, entry_of
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
 from tools.search.ranking.uneven import Uneven
-from tools.search.ranking.workers import place_all
+from tools.search.ranking.workers import floors, place_all
 from tools.search.request import PLANNED, Request
 
 ALWAYS = ("1f1b", "interleaved_1f1b")
 OTHERS = tuple(name for name in (*SCHEDULES, *PAPER_SCHEDULES) if name not in (*ALWAYS, "dual_pipe"))
 ALL = "all"
 OF_EACH = 3  # candidates of a schedule that are placed
+BOUNDED = 256  # candidates of a schedule that are bounded by whole layers
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Scheduled:
     entry: Entry | None  # its fastest layout; None with `why` where it has none
     reason: str  # why no recipe can ask for it; "" where MindFormers runs it
     why: str = ""
+    least: float = 0.0  # seconds that no layout of it is under, by the estimator; 0 where none is known
 
     @property
     def runs(self) -> str:
@@ -58,7 +61,7 @@ class Scheduled:
         """Return the layout of this schedule as values for `--json`."""
         found = self.entry.as_json() if self.entry else None
         words = {"schedule": self.schedule, "runnable": not self.reason, "reason": self.reason or None}
-        return {**words, "strategy": found, "why": self.why or None}
+        return {**words, "strategy": found, "bound_s": self.least or None, "why": self.why or None}
 
 
 @dataclass
@@ -116,26 +119,52 @@ def search_schedules(
     """Return the fastest layout of each requested pipeline schedule; Ctrl-C ends the search with the results so far."""
     found = BySchedule()
     for name in names:
-        own = replace(request, schedule=name)
-        ranking = rank(own, partial(progress, "ranking"))
-        short = ranking.short_list(OF_EACH)
-        if ranking.near:  # what fits only if layers move
-            short += ranking.near.short_list(OF_EACH)[: OF_EACH - len(short)]
-        uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
-        entries = [entry_of(configuration(own, one), times) for one in uniform]
-        placed: dict[Ranked, Placement] = {}
-        found.whole &= place_all(own, short, times, budget, placed.__setitem__)
-        found.cut |= any(placement.cut for placement in placed.values())
-        for placement in placed.values():
-            if placement.configuration is not None:
-                entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
-        whys = (placed[one].why for one in short if one in placed and placed[one].configuration is None)
-        why = "" if entries else next(whys, "no layout of it is legal and fits")
-        best = min(entries, key=lambda entry: (entry.seconds, entry.peak, entry.candidate), default=None)
-        found.every.append(Scheduled(name, best, why_not(name), why))
+        try:
+            with terminate_as_interrupt():
+                found.every.append(_scheduled(replace(request, schedule=name), budget, times, progress, found))
+        except KeyboardInterrupt:  # what was found before stays
+            found.whole = False
         if not found.whole:
             break
     return found
+
+
+def _scheduled(own: Request, budget: Budget, times: TimeModel, progress: Progress, found: BySchedule) -> Scheduled:
+    """Return the fastest layout of the schedule of a request, and write into `found` what ended the search early."""
+    ranking = rank(own, partial(progress, "ranking"))
+    short = ranking.short_list(OF_EACH)
+    if ranking.near:  # what fits only if layers move
+        short += ranking.near.short_list(OF_EACH)[: OF_EACH - len(short)]
+    uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
+    entries = [entry_of(configuration(own, one), times) for one in uniform]
+    placed: dict[Ranked, Placement] = {}
+    found.whole &= place_all(own, short, times, budget, placed.__setitem__)
+    found.cut |= any(placement.cut for placement in placed.values())
+    for placement in placed.values():
+        if placement.configuration is not None:
+            entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
+    whys = (placed[one].why for one in short if one in placed and placed[one].configuration is None)
+    why = "" if entries else next(whys, "no layout of it is legal and fits")
+    best = min(entries, key=lambda entry: (entry.seconds, entry.peak, entry.candidate), default=None)
+    # layouts that limits keep from being placed have no bound
+    least = _least(own, ranking, placed, best.seconds, times) if best and found.whole and not uniform else 0.0
+    return Scheduled(own.schedule, best, why_not(own.schedule), why, least)
+
+
+def _least(own: Request, ranking: Ranking, placed: Mapping[Ranked, Placement], best: float, times: TimeModel) -> float:
+    """Return seconds that no layout of a schedule is under, by the bounds of its candidates: of those that were placed,
+    by the optimiser; of as many others as take a few seconds, by whole layers under memory; of the rest, by their work.
+    Return 0 for schedules with pairs, for which no bound is known.
+    """
+    if pairs_up(own.schedule):
+        return 0.0
+    chances = Chances(ranking, best)
+    for one, placement in placed.items():
+        chances.learn(one.candidate, placement.least_s)
+    some = [one.candidate for one in chances.left if one not in placed][:BOUNDED]
+    for candidate, bound in zip(some, floors(own, some, times, best), strict=True):
+        chances.learn(candidate, bound)
+    return chances.least
 
 
 _LEAST = 2.0  # seconds, whatever the time limit says

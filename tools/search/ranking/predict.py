@@ -29,6 +29,7 @@ from tools.estimate.memory.activations import saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory, update_memory
 from tools.estimate.time_model import CLOSED, TimeModel, pipeline_of
 from tools.model import KINDS
+from tools.pipeline.schedules import pairs_up, splits_backward
 from tools.pipeline.simulate import enough, filling
 from tools.search.candidates import Block, configuration
 from tools.search.request import POLICIES, Request
@@ -313,14 +314,19 @@ class TimeTable(TimeModel):
 
         The bound is the mean over the stages of a stage's own work plus the time before its first and after its last
         pass, so that each layer has the same weight on every stage: with one chunk, stage s needs at least m w_s plus
-        the sum of w_j over the stages j before s. With several chunks only the work of the stages counts. Gradients and
-        optimizer are left out, because they depend on the layout of the layers.
+        the sum of w_j over the stages j before s. With several chunks, or if weight gradients are split off the
+        backward passes (they may run while others wait), only the work of the stages counts. The bound is 0 for
+        schedules with pairs, whose passes hide parts of each other. Gradients and optimizer are left out, because they
+        depend on the layout of the layers.
 
         Args:
             work: [rows, stages] the seconds of the forward and backward pass of one micro-batch without recomputation.
         """
-        m = block.columns["m"]
-        each = m / block.pp if block.vpp > 1 else 1 / (1 - (1 - 1 / m) ** block.pp)
+        m, schedule = block.columns["m"], self.request.schedule
+        if pairs_up(schedule):
+            return np.zeros(len(m))
+        plain = block.vpp > 1 or splits_backward(schedule)
+        each = m / block.pp if plain else 1 / (1 - (1 - 1 / m) ** block.pp)
         return each * work.sum(axis=1) + self.fixed
 
     def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from tools.estimate.configuration import PATTERNS, Configuration, parts_of
 from tools.estimate.loads import loads_of
 from tools.estimate.memory.model import layer_options, peak_memory
 from tools.estimate.memory.room import Room
-from tools.estimate.time_model import PARTS, TimeModel, exposed_of
+from tools.estimate.time_model import TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.place import WHOLE_EFFORT, Placement
@@ -29,8 +29,17 @@ from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import RECOMPUTE, Candidate, candidate_of, configuration
 from tools.search.ranking.rank import Chances, Ranked, Ranking, layout_of, rank
 from tools.search.ranking.swapping import Swapping
-from tools.search.ranking.uneven import Uneven, in_order, under
-from tools.search.ranking.workers import LEAST_SECONDS, Results, floors, place_one, screen_one, working
+from tools.search.ranking.uneven import Uneven, in_order, renumbered, under
+from tools.search.ranking.workers import (
+    LEAST_SECONDS,
+    Results,
+    faster,
+    floors,
+    own_placement,
+    place_one,
+    screen_one,
+    working,
+)
 from tools.search.request import PLANNED, Request
 
 
@@ -115,22 +124,6 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
     """
     step = times.step(config, simulated=True)
     return Entry(name, config, step.total, step.by_part, peak_memory(config), bound, times.mfu(config, step.total))
-
-
-def why_faster(first: Entry, second: Entry) -> str:
-    """Return as text the parts of the step (such as the bubble) in which two layouts differ the most. Parts in which
-    the first layout is faster come before parts in which it is slower.
-    """
-    saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
-    least = max(0.02 * abs(second.seconds - first.seconds), 0.005)  # less is printed as 0.00
-    gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
-    costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
-    words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]
-    paid = [f"{-saved[name]:.2f} s more {PARTS[name]}" for name in costs]
-    total = f"{second.seconds - first.seconds:.2f} s per step"
-    if not words:
-        return f"{total}: the same within a hundredth"
-    return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
 
 
 Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, best seconds so far (infinite: none)
@@ -271,7 +264,8 @@ def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
     """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
-    add this ranking to the results. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
+    add this ranking to the results. If the recipe's own layout is before all layouts of the search, and the search may
+    take it, it becomes one of them. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
     as interrupted.
     """
     request = found.request
@@ -288,15 +282,13 @@ def add_loads(
         found.whole = False
         return
     found.uneven = in_order(every)
-
-
-def renumber(found: Found) -> None:
-    """Delete from `found.uneven`, the ranking under uneven expert loads, the layouts that a dry run rejected, and
-    number the remaining layouts anew.
-    """
-    names = {id(entry.config): str(number) for number, entry in enumerate(found.entries, 1)}
-    kept = [one for one in found.uneven if not one.numbered or id(one.config) in names]
-    found.uneven = [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
+    first = next(one for one in found.uneven if one.numbered or one.name == "recipe")
+    mine = own_placement(request, times) if found.own_mesh and not first.numbered else None
+    if found.own and mine and mine.configuration:  # it is the answer, like a placed layout
+        own = replace(found.own, name="", config=mine.configuration)
+        found.entries = sorted([*found.entries, own], key=lambda entry: (entry.seconds, entry.peak))
+        ranked = in_order([replace(first, name="0", config=own.config), *found.uneven])
+        found.uneven = renumbered(ranked, [entry.config for entry in found.entries])
 
 
 FLOORS = 32  # candidates of one job
@@ -329,6 +321,7 @@ class _Placing:
     at_once: int | None
     done: dict[Ranked, Entry] = field(default_factory=dict)
     placements: dict[Ranked, Placement] = field(default_factory=dict)
+    own: dict[Ranked, Placement] = field(default_factory=dict)  # the recipe's own layout, if the search may take it
     of: int = 0  # candidates that are placed, if none of those left is proven slower before its turn
 
     def run(self) -> None:
@@ -341,6 +334,8 @@ class _Placing:
         mesh = candidate_of(found.request.base)._replace(recompute=PLANNED)
         own = None if found.request.changed else found.ranking.find(mesh)
         planned += [own] if own and own not in planned else []
+        if own and (mine := own_placement(found.request, self.times)):
+            self.own[own] = mine
         try:
             with terminate_as_interrupt(), working(self.at_once) as results:
                 if planned or found.ranking.near:
@@ -463,6 +458,8 @@ class _Placing:
 
     def _told(self, one: Ranked, placement: Placement) -> None:
         found = self.found
+        if one in self.own:  # a search of a recipe that a search has written gives up nothing
+            placement = faster(placement, self.own[one])
         found.cut |= placement.cut
         known = [words for other, words in found.dropped if other == one]
         found.dropped += [(one, words) for words in placement.dropped if words not in known]

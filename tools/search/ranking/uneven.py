@@ -12,7 +12,7 @@ the fastest layout of each schedule of `--schedule`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,15 @@ def in_order(every: Sequence[Uneven]) -> list[Uneven]:
     sorted by the share of these steps.
     """
     return sorted(every, key=lambda one: (one.chance, one.seconds))
+
+
+def renumbered(every: Sequence[Uneven], configs: Sequence[Configuration]) -> list[Uneven]:
+    """Return the ranking with each placed layout numbered by its place in `configs`. Placed layouts that are not in
+    `configs`, because a dry run rejected them, are left out.
+    """
+    names = {id(config): str(number) for number, config in enumerate(configs, 1)}
+    kept = [one for one in every if not one.numbered or id(one.config) in names]
+    return [replace(one, name=names[id(one.config)]) if one.numbered else one for one in kept]
 
 
 def words(ranked: Sequence[Uneven]) -> list[str]:

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.layout.budget import Budget
 from tools.layout.place import WHOLE_EFFORT, Placement, floor_seconds, place, screen
 from tools.process.children import end_with_parent, terminate_as_interrupt
-from tools.search.candidates import Candidate, configuration
+from tools.search.candidates import Candidate, candidate_of, configuration
 from tools.search.ranking.rank import Ranked
 from tools.search.request import PLANNED, Request
 
@@ -99,6 +100,37 @@ def screen_one(
     the lower bound for undivided layers.
     """
     return screen(configuration(request, candidate), times, request.room, beat, request.groups, effort)
+
+
+def own_placement(request: Request, times: TimeModel) -> Placement | None:
+    """Return the recipe's own layout as a placement; return None if the layout leaves no margin to the memory limit, or
+    if a setting other than layers and recomputation (such as the pipeline schedule) differs from what the search
+    assumes for the recipe's parallel degrees.
+    """
+    base = request.base
+    assumed = configuration(request, candidate_of(base))
+    own = replace(assumed, layers=base.layers, recompute=base.recompute)
+    peaks = tuple(memory.peak for memory in all_stages(own))
+    # without tensor parallelism nobody reads the flag of sequence parallelism
+    sequence = base.sequence_parallel if own.tp == 1 else own.sequence_parallel
+    if replace(own, skew=base.skew, sequence_parallel=sequence) != base or max(peaks) > request.room:
+        return None
+    return Placement(own, times.step(own, simulated=True).total, 0.0, peaks)
+
+
+def faster(placement: Placement, own: Placement) -> Placement:
+    """Return a placement of the recipe's own degrees with the recipe's own layout `own`, if this layout is faster."""
+    if own.step_s >= placement.step_s:
+        return placement
+    return replace(
+        placement,
+        configuration=own.configuration,
+        step_s=own.step_s,
+        bound_s=min(placement.bound_s, own.step_s),
+        peak_bytes=own.peak_bytes,
+        why="",
+        least_s=min(placement.least_s, own.step_s),
+    )
 
 
 def floors(request: Request, candidates: Sequence[Candidate], times: TimeModel, beat: float) -> list[float]:

@@ -68,7 +68,6 @@ def adamw(name, weight, gradient, decay=HYPER.decay, rate=HYPER.rates[1]):
 
 
 def with_curve(one, name, values):
-    """A record with another curve."""
     return replace(one, curve={**one.curve, name: np.asarray(values)})
 
 

@@ -41,7 +41,7 @@ from tools.recipe.view import View
 ROOT = Path(__file__).parents[4]
 RECIPES = ROOT / "recipes"
 ASCEND = RECIPES / "telechat3_105b" / "pretrain_4k.yaml"
-MINI, DP2 = (RECIPES / "mini" / f"{name}.yaml" for name in ("pretrain", "pretrain_dp2"))
+MINI, DP2, TP2 = (RECIPES / "mini" / f"{name}.yaml" for name in ("pretrain", "pretrain_dp2", "pretrain_tp2"))
 LOSSES = [5.0, 4.5, 4.2, 4.0]
 
 
@@ -73,7 +73,6 @@ def runs(monkeypatch):
 
 
 def recipe_like(path, folder, *overrides):
-    """A copy of a recipe with something else in it."""
     dump_recipe(apply_overrides(load_recipe(path), overrides), folder / "other.yaml")
     return folder / "other.yaml"
 
@@ -273,9 +272,6 @@ def test_a_child_ends_with_us(deaf, tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-ALL_RECIPES = Path(__file__).parents[4] / "recipes"
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -288,7 +284,7 @@ ALL_RECIPES = Path(__file__).parents[4] / "recipes"
     ],
 )
 def test_a_layout_and_one_process_are_sound_recipes_of_the_same_step(name, layout, tmp_path):
-    sides, about = split_model([ALL_RECIPES / f"{name}.yaml"], (), None, 3)
+    sides, about = split_model([RECIPES / f"{name}.yaml"], (), None, 3)
     assert about.startswith(f"the sharded graph on {layout} and 1 process; without the auxiliary loss")
     views = []
     for place, recipe in enumerate(sides):
@@ -305,40 +301,19 @@ def test_a_layout_and_one_process_are_sound_recipes_of_the_same_step(name, layou
 
 
 def test_a_degree_that_is_set_on_the_command_line_counts():
-    mini = ALL_RECIPES / "mini" / "pretrain.yaml"
-    assert split_model([mini], (), None, 3) is None
-    assert split_model([ALL_RECIPES / "mini" / "pretrain_dp2.yaml"], (), None, 3) is None
-    assert (
-        split_model([ALL_RECIPES / "mini" / "pretrain_tp2.yaml"], ("parallel_config.model_parallel=1",), None, 3)
-        is None
-    )
+    for recipe, overrides in ((MINI, ()), (DP2, ()), (TP2, ("parallel_config.model_parallel=1",))):
+        assert split_model([recipe], overrides, None, 3) is None
 
 
 @pytest.mark.parametrize("recorded", [0, 2])
 def test_losses_that_were_not_recorded_are_not_compared(recorded, tmp_path, monkeypatch):
-    """With `per_print_times: 10` no loss of 3 steps was recorded, and stage 6 passed."""
-    recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
+    recipe = load_recipe(TP2)
     recipe["callbacks"] = [{"type": "MFLossMonitor", "per_print_times": 10}]
     assert shortened(recipe, 3)["callbacks"] == [{"type": "MFLossMonitor", "per_print_times": 1}]
     monkeypatch.setattr(align_sides, "start", lambda *_: None)
     monkeypatch.setattr(align_comparison, "read_steps", lambda *_: [{"loss": 6.0}] * recorded)
     with pytest.raises(SideFailedError, match=f"recorded {recorded} of 3 losses"):
         align_comparison._train(recipe, tmp_path, 3)
-
-
-MINIS = Path(__file__).parents[4] / "recipes" / "mini"
-
-
-def wanted(path, against, folder, **changes):
-    return Wanted(**{"path": path, "against": str(against), "steps": 4, "overrides": (), "data": None,
-                     "folder": folder, "python": sys.executable, **changes})  # fmt: skip
-
-
-@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
-def test_without_torch_there_is_one_message_and_nothing_runs(python, tmp_path):
-    with pytest.raises(ClusterError, match=r"reference-python") as caught:
-        compare_stages(wanted(MINIS / "pretrain.yaml", "hf", tmp_path, python=python), print)
-    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_side_is_told_by_its_own_words(tmp_path):
@@ -359,8 +334,7 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
 
 
 def test_accumulated_gradients_are_those_of_one_batch_in_one_process(tmp_path):
-    """The process accumulated the whole batch as often again, so that it trained on other samples."""
-    recipe = load_recipe(ALL_RECIPES / "mini" / "pretrain_tp2.yaml")
+    recipe = load_recipe(TP2)
     recipe["runner_config"]["gradient_accumulation_steps"] = 2
     dump_recipe(recipe, tmp_path / "recipe.yaml")
     ours, alone = split_model([tmp_path / "recipe.yaml"], (), None, 3)[0]
@@ -368,13 +342,9 @@ def test_accumulated_gradients_are_those_of_one_batch_in_one_process(tmp_path):
     assert View(ours).global_batch == View(alone).global_batch
 
 
-def test_settings_that_must_match_stop_the_comparison(tmp_path):
-    write_learnable(tmp_path / "corpus", 512)
-    data = str(tmp_path / "corpus")
-    comparison = compare_stages(
-        wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print
-    )
-    assert [stage.status for stage in comparison.stages] == ["failed", *["not run"] * 5]
+def test_settings_that_must_match_stop_the_comparison(tmp_path, corpus):
+    comparison = compared(MINI, RECIPES / "mini" / "pretrain_ep4.yaml", tmp_path, corpus)
+    assert statuses(comparison) == ["failed", *["not run"] * 5]
     assert {row.name for row in comparison.stages[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
     assert not comparison.passed and not (tmp_path / "runs").exists()
 
@@ -393,7 +363,6 @@ def test_what_is_printed():
 
 
 def test_an_error_that_is_not_finite_is_a_text_in_json():
-    """A gradient that only one side has printed Infinity, which JSON does not have."""
     rows = [Row("a", float("inf"), 1e-4, "relative"), Row("b", float("nan"), 1e-4, "relative")]
     comparison = Comparison("recipe.yaml", "other.yaml", [Stage("backward", rows)])
     told = json.loads(json.dumps(comparison.as_json(), allow_nan=False))["stages"][0]["rows"]
@@ -409,9 +378,3 @@ def test_a_row_says_what_differs_and_not_one_half():
     tokens = Row("batch labels", 17, NONE, "elements that differ")
     assert failed_text(tokens) == "batch labels: 17 elements that differ, but there must be none"
     assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"
-
-
-def test_the_reference_has_no_grouped_queries():
-    dense = align_sides.load(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml", (), "corpus", 2)
-    with pytest.raises(RecipeError, match=r"model\.model_config\.model_type: .* has latent attention, and not grouped"):
-        align_sides.reference_sizes(dense)

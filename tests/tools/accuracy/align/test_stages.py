@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.tools.accuracy.align import cases
+from tests.tools.accuracy.diagnose.simulated import but
 from tests.tools.accuracy.reference import renew as golden
 from tools.accuracy.align import stages as align_stages
 from tools.accuracy.align.comparison import Comparison, compare_records
@@ -20,16 +21,7 @@ MODEL = cases.sizes(mtp=0)
 ROPE = MODEL.hf["qk_rope_head_dim"]
 
 
-class ScaledSoftmax(Forward):
-    def scale(self):
-        return 1.01 * super().scale()
-
-
-class PositionsOfASplitSequence(Forward):
-    """Each half of the sequence counts from 0."""
-
-    def positions(self, length):
-        return np.arange(length) % (length // 2)
+ScaledSoftmax = but(Forward, scale=lambda scale: 1.01 * scale)
 
 
 class HalvesRotated(Forward):
@@ -51,26 +43,35 @@ class ExpertsSwapped(Forward):
         return super().swiglu(f"{head}.{swap[f'experts.{tail}']}" if tail in ("0", "1") and head else name, x)
 
 
-class RouterNotNormalised(Forward):
-    def __init__(self, sizes, weights):
-        super().__init__(replace(sizes, hf={**sizes.hf, "norm_topk_prob": False}), weights)
-
-
-class WithoutBias(Forward):
-    def __init__(self, sizes, weights):
-        super().__init__(sizes, {name: value * (not name.endswith("bias")) for name, value in weights.items()})
-
-
-class LatentEpsilon(Forward):
-    """Hugging Face's own epsilon of the norms inside latent attention, which its configuration cannot set."""
-
-    def __init__(self, sizes, weights):
-        super().__init__(replace(sizes, latent_eps=1e-6), weights)
-
-
-class SharedExpertLeftOut(Forward):
-    def swiglu(self, name, x):
-        return super().swiglu(name, x) * (not name.endswith("shared_experts"))
+FAULTS = {
+    "a scaled softmax": (ScaledSoftmax, "layer 0, self_attention.core_attention"),
+    "each half of the sequence counts from 0": (
+        but(Forward, positions=lambda made, length: made % (length // 2)),
+        "layer 0, self_attention (query) .*not at position 0: RoPE's angles",
+    ),
+    "halves rotated": (
+        HalvesRotated,
+        "layer 0, self_attention (query) .*from the first position on: RoPE's offset, layout or scale",
+    ),
+    # Hugging Face's own, which its configuration cannot set
+    "the epsilon of latent attention": (
+        lambda sizes, weights: Forward(replace(sizes, latent_eps=1e-6), weights),
+        "layer 0, self_attention (query) .*the query's projections and norm",
+    ),
+    "experts swapped": (ExpertsSwapped, "layer 1, mlp .*routed experts' weights"),
+    "a router that is not normalised": (
+        lambda sizes, weights: Forward(replace(sizes, hf={**sizes.hf, "norm_topk_prob": False}), weights),
+        "layer 1, mlp.router",
+    ),
+    "no bias": (
+        lambda sizes, weights: Forward(sizes, {name: x * (not name.endswith("bias")) for name, x in weights.items()}),
+        "layer 1, mlp.router",
+    ),
+    "no shared expert": (
+        but(Forward, swiglu=lambda made, name, _: made * (not name.endswith("shared_experts"))),
+        "layer 1, mlp.shared_experts",
+    ),
+}
 
 
 def compared(ours, theirs, floor=None):
@@ -94,7 +95,6 @@ def test_equal_sides_pass_every_stage():
 
 
 def without(one, *names):
-    """A record as that of a model whose log has not these curves."""
     return replace(one, curve={name: values for name, values in one.curve.items() if name not in names})
 
 
@@ -138,21 +138,10 @@ def test_a_log_without_parts_of_the_loss_has_no_curve_of_them():
     assert set(of_mindformers(stored, [step, step], hyper).curve) == {"loss", "learning_rate"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        (ScaledSoftmax, "layer 0, self_attention.core_attention"),
-        (PositionsOfASplitSequence, "layer 0, self_attention (query) .*not at position 0: RoPE's angles"),
-        (HalvesRotated, "layer 0, self_attention (query) .*from the first position on: RoPE's offset, layout or scale"),
-        (LatentEpsilon, "layer 0, self_attention (query) .*the query's projections and norm"),
-        (ExpertsSwapped, "layer 1, mlp .*routed experts' weights"),
-        (RouterNotNormalised, "layer 1, mlp.router"),
-        (WithoutBias, "layer 1, mlp.router"),
-        (SharedExpertLeftOut, "layer 1, mlp.shared_experts"),
-    ],
-)
-def test_faults_of_the_forward_pass(fault, told):
-    name, reason = failed(compared(cases.record(MODEL, fault), cases.record(MODEL)))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_the_forward_pass(fault):
+    forward, told = FAULTS[fault]
+    name, reason = failed(compared(cases.record(MODEL, forward), cases.record(MODEL)))
     assert name == "forward"
     where, _, meaning = told.partition(" .*")
     assert f"first difference: {where}" in reason and meaning in reason
@@ -184,35 +173,35 @@ def test_a_gradient_is_found_where_backward_meets_it_first():
     assert "1.0100 times the other side's" in reason
 
 
-def everything_decayed(name, weight, gradient):
-    return cases.adamw(name, weight, gradient) - cases.HYPER.rates[1] * 0.1 * weight * (weight.ndim <= 1)
-
-
-def nothing_decayed(name, weight, gradient):
-    return cases.adamw(name, weight, gradient, decay=0.0)
-
-
-def too_fast(name, weight, gradient):
-    return 1.1 * cases.adamw(name, weight, gradient)
-
-
 @pytest.mark.parametrize(
-    ("update", "group", "told"),
+    ("update", "groups", "told"),
     [
-        (everything_decayed, "no_weight_decay", "decayed by +0.1 more than on the other side"),
-        (nothing_decayed, "weight_decay", "decayed by -0.1 more than on the other side"),
-        (too_fast, "weight_decay", "1.1000 times the other side's"),
+        (
+            lambda name, weight, _: -cases.HYPER.rates[1] * 0.1 * weight * (weight.ndim <= 1),
+            ("no_weight_decay",),
+            "decayed by +0.1 more than on the other side",
+        ),
+        (
+            lambda name, weight, _: cases.HYPER.rates[1] * 0.1 * weight * (weight.ndim > 1),
+            ("weight_decay",),
+            "decayed by -0.1 more than on the other side",
+        ),
+        (
+            lambda *given: 0.1 * cases.adamw(*given),
+            ("weight_decay", "no_weight_decay"),
+            "1.1000 times the other side's",
+        ),
     ],
+    ids=["everything decays", "nothing decays", "too fast"],
 )
-def test_faults_of_the_optimizer(update, group, told):
-    name, reason = failed(compared(cases.record(MODEL, update=update), cases.record(MODEL)))
-    assert name == "optimizer"
-    assert f"group {group}: " in reason and told in reason
-    assert ("group weight_decay" in reason and "group no_weight_decay" in reason) == (update is too_fast)
+def test_faults_of_the_optimizer(update, groups, told):
+    faulty = cases.record(MODEL, update=lambda *given: cases.adamw(*given) + update(*given))
+    name, reason = failed(compared(faulty, cases.record(MODEL)))
+    assert name == "optimizer" and told in reason
+    assert [group for group in ("weight_decay", "no_weight_decay") if f"group {group}: " in reason] == [*groups]
 
 
 def test_the_golden_samples_of_updates_show_a_missing_decay():
-    """`test_align_mindformers` holds MindFormers to them; norms hardly change."""
     kept = golden.load()
     model = Sizes(**json.loads(str(kept["sizes"])))
     hyper = hyper_of(on_one_worker(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
@@ -292,7 +281,6 @@ def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
 
 
 def test_a_model_without_routers_has_no_ties():
-    """It was divided by the number of choices, 0; and no tie explains that its losses part."""
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     theirs.single = single(ours, choices=np.zeros(4))
     assert compared(ours, theirs).stages[-1].status == "passed"
@@ -333,7 +321,6 @@ def test_a_weight_that_differs_in_its_last_place_does_not_differ():
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 @pytest.mark.parametrize("side", [0, 1, 2])
 def test_nothing_infinite_passes(spoil, side):
-    """Neither ours, nor the reference, nor its run that says what rounding does."""
     sides = [cases.record(MODEL) for _ in range(3)]
     sides[side].gradient["lm_head.weight"][0, 0] = spoil
     name, reason = failed(compared(*sides))

@@ -12,7 +12,7 @@ import pytest
 from plugins.errors import DataError
 from plugins.step_record.plan import Adam, record_file, without_update
 from tests.corrupted import WRONG, corrupted, kind_of, places, without
-from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, Run, but
 from tools.accuracy.diagnose import evidence
 from tools.accuracy.diagnose.cli import _as_json
 from tools.accuracy.diagnose.differences import diagnose
@@ -25,7 +25,6 @@ METRICS, STATES = "metrics/rank_{}.jsonl", "metrics/state_rank_{}.jsonl"
 
 
 def edited(folder, name, edit, rank=0):
-    """The folder, with the lines of one of its files edited."""
     file = folder / name.format(rank)
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))
     return folder
@@ -59,7 +58,6 @@ def resumed(lines):
 
 
 def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
-    """Steps 1 of both kinds were compared."""
     a, b = (Run(tmp_path / name, steps=4).write() for name in "ab")
     side = read_side(edited(b, METRICS, resumed))
     assert sorted(side.steps) == [2, 3] and sorted(side.states) == [2, 3, 4]
@@ -69,7 +67,6 @@ def test_steps_of_another_batch_are_left_out_and_said(tmp_path):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_rank_without_a_step_of_the_newest_batch_is_not_compared_by_older_steps(tmp_path, ahead):
-    """Steps 2 of 8 and of 16 tokens were taken for one step, of which some samples differed."""
     folder = edited(Run(tmp_path / "run", steps=4, ranks=2).write(), METRICS, resumed, ahead)
     with pytest.raises(DataError, match=f"rank {1 - ahead} of 2 has not recorded a step since a resume changed the"):
         read_side(folder)
@@ -138,11 +135,8 @@ def test_steps_that_are_not_printed_are_no_gap_and_have_no_gradients_to_compare(
 def test_what_a_resumed_run_had_recorded_before_it_went_back_is_not_its_own(tmp_path):
     """It is resumed from step 1 with another rate, and records only one step of that part."""
 
-    class Faster(Run):
-        def rate(self, step):
-            return 2 * super().rate(step)
-
-    folder, later = Run(tmp_path / "run").write(), Faster(tmp_path / "later", resumed_from=1).write()
+    faster = but(rate=lambda rate, _: 2 * rate)
+    folder, later = Run(tmp_path / "run").write(), faster(tmp_path / "later", resumed_from=1).write()
     edited(later, STATES, first(2))
     for file in (folder / "metrics").iterdir():
         with file.open("a") as whole:
@@ -155,8 +149,6 @@ def test_what_a_resumed_run_had_recorded_before_it_went_back_is_not_its_own(tmp_
 
 
 def changed(place, change):
-    """An edit of one line, as JSON."""
-
     def edit(lines):
         record = json.loads(lines[place])
         change(record)
@@ -189,6 +181,21 @@ def test_what_only_some_steps_or_ranks_have(tmp_path, name, change, told):
         assert any(gap.startswith(str(b)) and told in gap for gap in verdict.gaps)
 
 
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """Write a run; return its folder and that of a copy, whose recipe is not read again."""
+
+    def copy(kind, **more):
+        whole = kind(tmp_path / "whole", **more).write()
+        recipe = evidence.load_recipe(whole / "recipe.yaml")
+        monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
+        run = shutil.copytree(whole, tmp_path / "run")
+        assert diagnose(read_side(whole), read_side(run)).word == "equal"
+        return whole, run
+
+    return copy
+
+
 OUTPUT = ["0" * 16, 1.0, [1.0, 2.0, 3.0, 4.0]]
 
 
@@ -214,13 +221,9 @@ class Whole(Run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics/rank_0.jsonl", "metrics/state_rank_0.jsonl"])
-def test_no_value_of_a_wrong_type_is_computed_with(tmp_path, monkeypatch, name):
+def test_no_value_of_a_wrong_type_is_computed_with(copied, name):
     """Each key of each kind of line, with each wrong type; what a run may write as well is not called equal."""
-    whole = Whole(tmp_path / "whole", steps=1).write()
-    recipe = evidence.load_recipe(whole / "recipe.yaml")
-    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
-    run = shutil.copytree(whole, tmp_path / "run")
-    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+    whole, run = copied(Whole, steps=1)
     file, refused = run / name, 0
     lines = file.read_text().splitlines(keepends=True)
     for place, line in enumerate(lines):
@@ -274,12 +277,8 @@ UNREAD = {("software",), ("held_bytes",)}  # below them: what is not installed i
         (Whole, "metrics/state_rank_0.jsonl", 1),
     ],
 )
-def test_no_run_with_a_line_that_lacks_a_key_is_called_equal(tmp_path, monkeypatch, kind, name, steps):
-    whole = kind(tmp_path / "whole", steps=steps, ranks=2 if kind is Run else 1).write()
-    recipe = evidence.load_recipe(whole / "recipe.yaml")
-    monkeypatch.setattr(evidence, "load_recipe", lambda _: recipe)
-    run = shutil.copytree(whole, tmp_path / "run")
-    assert diagnose(read_side(whole), read_side(run)).word == "equal"
+def test_no_run_with_a_line_that_lacks_a_key_is_called_equal(copied, kind, name, steps):
+    whole, run = copied(kind, steps=steps, ranks=2 if kind is Run else 1)
     file, told = run / name, 0
     lines = file.read_text().splitlines(keepends=True)
     for place, line in enumerate(lines):
@@ -338,16 +337,12 @@ def verdict_on(folder, fault, single=True, **more):
 
 
 class Spoilt(Run):
-    """A weight is NaN after the last step."""
-
     def record(self, rank, step, before, after, *more):
         spoilt = {DENSE: after[DENSE] * np.float32(np.nan)} if step == 3 else {}
         super().record(rank, step, before, after | spoilt, *more)
 
 
 class NotANumber(Run):
-    """In a `NotANumber` run one element of a gradient is NaN in the last step."""
-
     def gradient(self, step, name):
         made = super().gradient(step, name)
         if step == 3 and name == DENSE:
@@ -355,11 +350,7 @@ class NotANumber(Run):
         return made
 
 
-class Lost(Run):
-    """The last step's loss is NaN, and nothing else."""
-
-    def loss(self, step):
-        return float("nan") if step == 3 else super().loss(step)
+Lost = but(loss=lambda loss, step: float("nan") if step == 3 else loss)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -405,8 +396,6 @@ def test_a_global_norm_that_is_not_a_number_is_a_finding_of_a_run_that_records_o
 
 
 class Skipped(Run):
-    """A run whose loss scale skips steps."""
-
     skipped = (2,)
     flag = {"skipped": True}  # which earlier versions did not record
 
@@ -482,11 +471,8 @@ def test_weights_with_other_names_are_compared_in_another_layout_too(tmp_path, m
             spoilt = before | {f"adam_v.{name}": before[f"adam_v.{name}"] * np.float32(2)} if step == 3 else before
             return super().step(step, spoilt, recorded)
 
-    class Drawn(Run):
-        def start(self):
-            return super().start() | {name: super().start()[name] * np.float32(1.5)}
-
-    for fault, step, stage in ((Moment, 3, "update"), (Drawn, 0, "start")):
+    drawn = but(start=lambda made: made | {name: made[name] * np.float32(1.5)})
+    for fault, step, stage in ((Moment, 3, "update"), (drawn, 0, "start")):
         verdict = verdict_on(tmp_path / stage, fault, single=False, ranks=2)
         found = verdict.first[0]
         assert not verdict.bits and (found.step, found.stage, found.module) == (step, stage, module)

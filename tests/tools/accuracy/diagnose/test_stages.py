@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.step_record.plan import END, START, apart, record_file, sketch_of
-from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run
+from tests.tools.accuracy.diagnose.simulated import ROUTER, SHAPES, TINY, Run, but
 from tests.zoo.run import PAGE, RESULTS, page
 from tools.accuracy.align.sides import reference_sizes
 from tools.accuracy.cli import accuracy
@@ -59,11 +59,6 @@ class Started(Recorded):
             line["state"][DENSE][0] = "0" * 16
 
 
-class Sampled(Recorded):
-    def batch(self, step):
-        return [each[::-1] for each in super().batch(step)] if step == 2 else super().batch(step)
-
-
 class Attended(Recorded):
     """A later step's attention differs by half a percent, which the loss of that step does not show."""
 
@@ -73,30 +68,12 @@ class Attended(Recorded):
             line["modules"]["layers.0.attention"] = sketch_of(output * 1.005)
 
 
-class Lost(Recorded):
-    def loss(self, step):
-        return super().loss(step) + (1e-3 if step == 3 else 0)
-
-
-class Steep(Recorded):
-    def gradient(self, step, name):
-        return super().gradient(step, name) * np.float32(2 if (step, name) == (2, DENSE) else 1)
-
-
-class Normed(Recorded):
-    def norm(self, gradients):
-        return 1.5 * super().norm(gradients)
-
-
-class Decayed(Recorded):
-    def decay(self, name):
-        return 0.1
-
-
-class Routed(Recorded):
-    def move(self, load):
-        return -super().move(load)
-
+Sampled = but(Recorded, batch=lambda made, step: [each[:: -1 if step == 2 else 1] for each in made])
+Lost = but(Recorded, loss=lambda loss, step: loss + 1e-3 * (step == 3))
+Steep = but(Recorded, gradient=lambda made, *given: made * np.float32(2 if given == (2, DENSE) else 1))
+Normed = but(Recorded, norm=lambda norm, _: 1.5 * norm)
+Decayed = but(Recorded, decay=lambda *_: 0.1)
+Routed = but(Recorded, move=lambda move, _: -move)
 
 # stage -> (fault, whether both runs go on from step 2, step and module that are named, stages in which it also shows)
 FAULTS = {
@@ -133,18 +110,9 @@ def test_a_loss_alone_names_no_module(tmp_path):
 
 
 def test_another_version_is_told_and_excuses_rounding_only(tmp_path):
-    class Newer(Recorded):
-        def software(self):
-            return {**super().software(), "mindspore": "2.10.0"}
-
-        def loss(self, step):
-            return super().loss(step) + 1e-7
-
-    class Wrong(Newer):
-        def loss(self, step):
-            return super().loss(step) + 1e-3
-
-    a, b, c = (kind(tmp_path / kind.__name__).write() for kind in (Recorded, Newer, Wrong))
+    newer = but(Recorded, software=lambda made: {**made, "mindspore": "2.10.0"}, loss=lambda loss, _: loss + 1e-7)
+    wrong = but(newer, loss=lambda loss, _: loss + 1e-3)
+    a, b, c = (kind(tmp_path / name).write() for name, kind in (("a", Recorded), ("b", newer), ("c", wrong)))
     verdict = diagnose(read_side(a), read_side(b))
     assert verdict.software == (("mindspore", "2.9.0", "2.10.0"),) and not verdict.findings
     assert diagnose(read_side(a), read_side(c)).first[0].stage == "forward"
@@ -195,14 +163,8 @@ def test_a_right_forward_pass_has_no_finding(tmp_path, ids):
     assert len(outputs_of(side)[1]) > 20
 
 
-class Scaled(Forward):
-    def scale(self):
-        return 1.2 * super().scale()
-
-
-class Unscaled(Forward):
-    def route(self, layer, x):
-        return super().route(layer, x) / self.hf["routed_scaling_factor"]
+Scaled = but(Forward, scale=lambda scale: 1.2 * scale)
+Unscaled = but(Forward, route=lambda made, *_: made / reference_sizes(TINY).hf["routed_scaling_factor"])
 
 
 @pytest.mark.parametrize(("wrong", "module"), [(Scaled, "layers.0.attention.context"), (Unscaled, "layers.1.router")])
@@ -299,11 +261,7 @@ def test_routers_without_biases_choose_as_with_biases_of_0(tmp_path, ids):
 
 
 def test_an_output_that_is_not_a_number_is_never_right(tmp_path, ids):
-    class Lost(Forward):
-        def dense(self, layer, x):
-            return super().dense(layer, x) * np.nan
-
-    side = aligned(tmp_path / "run", Lost, ids)
+    side = aligned(tmp_path / "run", but(Forward, dense=lambda made, *_: made * np.nan), ids)
     right = aligned(tmp_path / "right", Forward, ids)
     for verdict in (diagnose(side), diagnose(right, side)):
         assert (verdict.first[0].stage, verdict.first[0].module) == ("forward", "layers.0.mlp")
@@ -325,11 +283,7 @@ def test_adapters_belong_to_the_forward_pass_and_leave_the_biases(tmp_path, ids,
             whole[f"{layer}.weight"] = whole[f"{layer}.weight"] + 4 * b @ a
             super().__init__(sizes, to_hugging_face(whole, sizes))
 
-    class Frozen(Run):
-        def move(self, load):
-            return 0 * load
-
-    side = aligned(tmp_path / "run", Adapted, ids, keys, kind=Frozen)
+    side = aligned(tmp_path / "run", Adapted, ids, keys, kind=but(move=lambda move, _: 0 * move))
     with np.load(side.folder / START) as stored:
         adapters = {f"weight/{layer}.lora_A.weight": a, f"weight/{layer}.lora_B.weight": b}
         kept = {**stored, **adapters}
@@ -362,8 +316,6 @@ def test_the_page_of_the_zoo_is_made_of_its_results():
 
 
 def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_path, ids, monkeypatch):
-    """Its run is removed only after the verdict; before, nothing was left to compare with NumPy."""
-
     def train(recipe, run_dir, steps):
         aligned(run_dir, Scaled, ids)
         return run_dir
@@ -377,7 +329,6 @@ def test_a_recipe_that_the_command_trains_is_held_against_the_forward_pass(tmp_p
 
 
 def test_a_recipe_and_its_data_are_relative_to_the_folder_of_the_caller(tmp_path, monkeypatch):
-    """It was looked for in the checkout."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
     dump_recipe(TINY, "my.yaml")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.tools.accuracy.diagnose.simulated import SHAPES, Run
+from tests.tools.accuracy.diagnose.simulated import SHAPES, Run, but
 from tools.accuracy.diagnose.differences import diagnose
 from tools.accuracy.diagnose.evidence import read_side
 
@@ -34,7 +34,6 @@ def metric(name, value, steps=(3,), stateless=False):
 
 
 def sides(folder, fault, **more):
-    """Return a faultless run and one with a fault, as records."""
     return read_side(Run(folder / "a").write()), read_side(fault(folder / "b", **more).write())
 
 
@@ -47,11 +46,8 @@ def test_a_wrong_loss_of_right_parts_is_a_difference(tmp_path, value, ranks):
 
 
 def test_a_loss_that_differs_with_its_part_is_told_once(tmp_path):
-    class Wrong(Run):
-        def loss(self, step):
-            return super().loss(step) + (0.5 if step == 3 else 0.0)
-
-    assert [each.detail.split()[0] for each in diagnose(*sides(tmp_path, Wrong)).findings] == ["lm_loss"]
+    wrong = but(loss=lambda loss, step: loss + 0.5 * (step == 3))
+    assert [each.detail.split()[0] for each in diagnose(*sides(tmp_path, wrong)).findings] == ["lm_loss"]
 
 
 @pytest.mark.parametrize("stateless", [True, False])
@@ -82,17 +78,11 @@ def test_a_number_that_no_step_has_is_a_gap(tmp_path, name, ranks):
 
 
 def test_a_sample_that_comes_twice_is_a_difference(tmp_path):
-    class Twice(Run):
-        def batch(self, step):
-            ids, mask = super().batch(step)
-            return np.concatenate([ids, ids[:1]]), np.concatenate([mask, mask[:1]])
-
-    assert diagnose(*sides(tmp_path, Twice)).word == "differs: samples, step 1"
+    twice = but(batch=lambda made, _: tuple(np.concatenate([each, each[:1]]) for each in made))
+    assert diagnose(*sides(tmp_path, twice)).word == "differs: samples, step 1"
 
 
 class Still(Run):
-    """A `Still` run never moves one weight."""
-
     weight, factor = NORM, 1.0
 
     def rate(self, step):
@@ -132,7 +122,6 @@ def test_states_of_only_one_run_are_not_called_equal(tmp_path):
 
 
 def test_many_steps_of_only_one_run_are_counted(tmp_path):
-    """Each of 9,000 steps was named where one run prints every step and the other every 10th."""
     a, b = sides(tmp_path, Run)
     a.steps, b.steps = (dict.fromkeys(range(every, 10001, every), a.steps[1]) for every in (1, 10))
     diagnose(a, b)

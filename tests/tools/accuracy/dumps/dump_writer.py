@@ -57,8 +57,12 @@ def write_dump(folder, steps, level="L0", task="tensor", ranks=1, complete=True,
     return Path(folder)
 
 
-def write_kernels(folder, values):
+KERNELS = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
+
+
+def write_kernels(folder, values=None):
     """A dump of level L2: forward, backward and optimizer, one name too long for a file, one kernel run twice."""
+    values = dict.fromkeys(KERNELS, np.ones((2, 3), np.float32)) | (values or {})
     folder.mkdir()
     write.mark(folder, True)
     (folder / read.CONFIGURATION).write_text("{}")
@@ -81,7 +85,6 @@ def write_kernels(folder, values):
 
 
 def weights(seed=0):
-    """The weights of the little model."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(0, 0.1, (H, H)).astype(np.float32) for name in ("a", "b")}
 

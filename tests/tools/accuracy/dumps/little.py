@@ -132,7 +132,6 @@ def _backward(tokens, labels, w, kept_values, faults):
 
 
 def _update(w, gradients, state, faults, step):
-    """AdamW, and its moments."""
     for name, gradient in gradients.items():
         first, second = (state[each].get(name, np.zeros_like(gradient)) for each in ("first", "second"))
         state["first"][name] = first = np.float32(faults.beta) * first + np.float32(1 - faults.beta) * gradient
@@ -165,5 +164,4 @@ def train(faults, steps=2):
 
 
 def write_little(folder, task="tensor", **faults):
-    """A dump of a run with these faults."""
     return write_dump(folder, train(Faults(**faults)), task=task)

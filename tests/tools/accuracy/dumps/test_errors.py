@@ -1,7 +1,6 @@
 """The error of a dumped tensor, a factor that scales all of it, and how many terms its elements accumulate."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +48,6 @@ def pairs(draw):
 
 
 def test_differences_of_float16_are_not_rounded_to_float16(folder):
-    """Large ones were, so that an error was up to 1/4096 of itself off."""
     want = np.array([1.0, -1.0, 1.001953125], np.float16)
     got = np.array([-3.001953125, 2.0, 0.0], np.float16)
     found = measure(*files(folder, want, got), 0.0, SMALLEST["float16"])
@@ -90,7 +88,6 @@ FILLS = [-1e30, float(np.finfo(np.float32).min), -1e9, -1e4, 1e30]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("added", [False, True])
 def test_fills_of_a_mask_hide_no_error_of_the_other_values(folder, monkeypatch, fill, dtype, added):
-    """An error of 1 in scores of size 1 passed, because the root mean square was that of the mask."""
     monkeypatch.setattr(read, "CHUNK", 100)
     rng = np.random.default_rng(0)
     scores, mask = rng.normal(size=(40, 40)).astype(np.float32), np.triu(np.ones((40, 40), bool), 1)
@@ -117,12 +114,7 @@ def test_what_a_mask_that_was_computed_hides_is_unknown(tmp_path):
     rng = np.random.default_rng(0)
     scores, mask = rng.normal(size=(40, 40)).astype(np.float32), np.triu(np.ones((40, 40), bool), 1)
     noise = rng.normal(0, 0.01, (40, 40)).astype(np.float32)
-    given = np.ones(3, np.float32)
-    sides = [
-        open_dump(write_dump(tmp_path / name, [layer("a", "Mask", given, values + np.float32(-1e4) * mask)]))
-        for name, values in (("golden", scores), ("bench", scores + noise))
-    ]
-    report = compare_dumps(*sides)
+    report = of_layers(tmp_path, "Mask", *(values + np.float32(-1e4) * mask for values in (scores, scores + noise)))
     assert not report.findings and report.meaning() == (
         "No tensor diverges of those that could be judged; 1 of 2 are unknown."
     )
@@ -130,28 +122,30 @@ def test_what_a_mask_that_was_computed_hides_is_unknown(tmp_path):
     assert report.summary().endswith("0 findings; 1 unknown")
 
 
+def of_statistics(golden, bench, size=8):
+    """The judgement of a tensor of which two dumps hold only statistics."""
+    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
+    sides = (Item("output.0", "output", "float32", (size,), each) for each in (golden, bench))
+    return _tensors(head, *sides, 1, False)
+
+
 @pytest.mark.parametrize(("largest", "kind"), [(3.0, ""), (3.0 * (1 + 2**-22), ""), (4.5, "value")])
 def test_statistics_of_masked_scores_say_only_the_largest(largest, kind):
-    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
-    sides = [Item("output.0", "output", "float32", (8,), (top, -1e30, -5e29, 2e30)) for top in (3.0, largest)]
-    row = _tensors(head, *sides, 1, False)
+    tops = (3.0, largest)
+    row = of_statistics(*((top, -1e30, -5e29, 2e30) for top in tops))
     assert (row.kind, row.by) == (kind, NOTHING)
-    turned = [replace(each, statistics=(1e30, -each.statistics[0], 5e29, 2e30)) for each in sides]
-    row = _tensors(head, *turned, 1, False)
-    assert (row.kind, row.by) == (kind, NOTHING), "positive fills hid an error in all other values"
+    row = of_statistics(*((1e30, -top, 5e29, 2e30) for top in tops))
+    assert (row.kind, row.by) == (kind, NOTHING), "positive fills hide an error in all other values"
 
 
 def test_large_positive_values_of_no_mask_are_judged_by_all_statistics():
     """Squares, of which the smallest says nothing about the others."""
-    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
-    golden = Item("output.0", "output", "float32", (64,), (20000.0, 0.1, 5000.0, 57000.0))
-    rounded = replace(golden, statistics=(20000.0, 0.1003, 5000.0, 57000.0))
-    wrong = replace(golden, statistics=(20000.0, 0.1, 5500.0, 62000.0))
-    assert [_tensors(head, golden, each, 1, False).kind for each in (rounded, wrong)] == ["", "value"]
+    golden = (20000.0, 0.1, 5000.0, 57000.0)
+    assert of_statistics(golden, (20000.0, 0.1003, 5000.0, 57000.0), 64).kind == ""
+    assert of_statistics(golden, (20000.0, 0.1, 5500.0, 62000.0), 64).kind == "value"
 
 
 def test_many_chunks(folder, monkeypatch):
-    """The worst value is found in whatever chunk it is, and the scale is that of the whole tensor."""
     monkeypatch.setattr(read, "CHUNK", 100)
     rng = np.random.default_rng(0)
     want = rng.normal(size=1050).astype(np.float32)
@@ -338,9 +332,13 @@ def test_the_files_are_read_once_unless_there_may_be_a_factor(folder, monkeypatc
     assert found(folder, want, -want, "bfloat16") is None
 
 
-def layer(path, kind, given, out):
-    """Return one call of a cell as a dump holds it."""
-    return {f"Cell.layers.0.{path}.{kind}.forward.0": {"input_args": [given], "output": [out], "parameters": {}}}
+def of_layers(folder, kind, golden, bench, given=None, task="tensor"):
+    """The comparison of two dumps of one call of a cell."""
+    sides = []
+    for name, out in (("golden", golden), ("bench", bench)):
+        call = {"input_args": [golden if given is None else given], "output": [out], "parameters": {}}
+        sides.append(open_dump(write_dump(folder / name, [{f"Cell.layers.0.a.{kind}.forward.0": call}], task=task)))
+    return compare_dumps(*sides)
 
 
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
@@ -352,34 +350,22 @@ def test_a_dump_with_a_scaled_tensor(tmp_path, kind, shape, factor, task):
     rng = np.random.default_rng(0)
     given, out = (rng.normal(size=shape).astype(np.float16) for _ in range(2))
     bench = (out.astype(np.float32) * factor).astype(np.float16)
-    sides = [
-        open_dump(write_dump(tmp_path / name, [layer("a", kind, given, each)], task=task))
-        for name, each in (("golden", out), ("bench", bench))
-    ]
-    (row,) = compare_dumps(*sides).findings
+    (row,) = of_layers(tmp_path / "scaled", kind, out, bench, given, task).findings
     assert (row.kind, row.by) == ("scaled", "factor") and row.detail.startswith(f"scaled by {factor:.3g}")
     assert abs(factor - 1) * 0.95 < row.error < abs(factor - 1) * 1.05 and 0.004 < row.tolerance < row.error
-    report = compare_dumps(sides[0], sides[0])
+    report = of_layers(tmp_path / "same", kind, out, out, given, task)
     assert report.passed and any("up to 7 %" in note and "from 0.4 % on" in note for note in report.notes())
 
 
 def test_one_percent_in_16_bits_is_found_by_value(tmp_path):
     out = np.random.default_rng(0).normal(size=(2048, 1, 64)).astype(np.float16)
-    sides = [
-        open_dump(write_dump(tmp_path / str(factor), [layer("a", "CoreAttention", out, each)]))
-        for factor, each in ((1.0, out), (1.01, (out.astype(np.float32) * 1.01).astype(np.float16)))
-    ]
-    (row,) = compare_dumps(*sides).findings
+    (row,) = of_layers(tmp_path, "CoreAttention", out, (out.astype(np.float32) * 1.01).astype(np.float16)).findings
     assert row.kind == "scaled" and row.detail == "scaled by 1.01; value by value within Table 2's 0.07"
 
 
 def test_a_value_finding_names_the_factor_too(tmp_path):
     out = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
-    sides = [
-        open_dump(write_dump(tmp_path / str(factor), [layer("a", "Linear", out, out * np.float32(factor))]))
-        for factor in (1.0, 1.01)
-    ]
-    (row,) = compare_dumps(*sides).findings
+    (row,) = of_layers(tmp_path, "Linear", out, out * np.float32(1.01)).findings
     assert row.kind == "value" and row.detail.endswith("all of it scaled by 1.01")
 
 
@@ -441,7 +427,6 @@ def test_a_cell_takes_the_largest_count_inside():
 
 
 def test_a_gradient_sums_the_rows_of_all_calls_of_its_cell():
-    """An expert whose first call has no token was held to equal bits."""
     calls = [entry(f"Cell.expert.Dense.forward.{n}", [(rows, 8)], [(rows, 4)]) for n, rows in enumerate((0, 48, 16))]
     gradient = Entry(parse("Cell.expert.Dense.parameters_grad.0"), (Item("weight.0", "gradient", "float32"),))
     assert Counter(calls).of(gradient, gradient.items[0]) == 64
@@ -467,7 +452,6 @@ def test_a_gradient_sums_the_rows_of_all_calls_of_its_cell():
     ],
 )
 def test_a_product_sums_the_axis_that_its_factors_share(function, inputs, output, count):
-    """Whatever its batches are, and whatever is added to it."""
     call = entry(f"Functional.{function}.0.forward", inputs, [output])
     assert Counter([call]).of(call, call.items[-1]) == count
 
@@ -481,16 +465,8 @@ def test_functions_are_counted_call_by_call():
 
 @pytest.mark.parametrize(("factor", "kind"), [(1 + 2**-22, ""), (1.5, "value")])
 def test_a_rounding_of_the_largest_of_masked_scores_is_no_infinity(factor, kind):
-    """One rounding in the maximum was an infinity, although the mask was the same."""
-    head = {"step": 0, "rank": 0, "order": 0, "phase": "forward", "place": "", "name": "", "role": "output"}
-    sides = [
-        Item("output.0", "output", "float32", (8,), (largest, -math.inf, -math.inf, math.inf))
-        for largest in (3.0, 3.0 * factor)
-    ]
-    row = _tensors(head, *sides, 1, False)
+    golden, bench = ((largest, -math.inf, -math.inf, math.inf) for largest in (3.0, 3.0 * factor))
+    row = of_statistics(golden, bench)
     assert (row.kind, row.by) == (kind, NOTHING)
-    hidden = replace(sides[1], statistics=(3.0, 0.0, 1.0, 4.0))
-    assert [_tensors(head, *each, 1, False).kind for each in ((sides[0], hidden), (hidden, sides[0]))] == [
-        "value",
-        "inf",
-    ]
+    hidden = (3.0, 0.0, 1.0, 4.0)
+    assert [of_statistics(*each).kind for each in ((golden, hidden), (hidden, golden))] == ["value", "inf"]

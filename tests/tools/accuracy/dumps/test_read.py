@@ -30,8 +30,6 @@ def cut_json(folder):
 
 
 def node(change):
-    """Spoil one tensor's node of dump.json."""
-
     def spoil(folder):
         file = folder / "step0" / "rank0" / "dump.json"
         content = json.loads(file.read_text())
@@ -42,8 +40,6 @@ def node(change):
 
 
 def replaced(name, text):
-    """Spoil one file."""
-
     def spoil(folder):
         next(folder.rglob(name)).write_text(text, encoding="latin-1")
 
@@ -89,9 +85,8 @@ def saved(values):
         (node(lambda each: each.update(data_name=5)), "data_name 5"),
         (node(lambda each: each.update(Max="big")), "Max 'big'"),
         (node(lambda each: each.update(Norm=10**400)), "Norm '10000"),
-        (replaced("tc3_dump.json", '{"comp'), "does not say whether the dump is complete"),
         (replaced("tc3_dump.json", "[]"), "does not say whether the dump is complete"),
-        (replaced("tc3_dump.json", "{}"), "does not say whether the dump is complete"),
+        (replaced("tc3_dump.json", "[" * 100_000), "the file is damaged and does not say whether the dump is complete"),
         (replaced("*linear.Dense.forward.0.output.0.npy", "1,2\n3,4\n"), "not a .npy file that can be read"),
         (
             replaced("*linear.Dense.forward.0.output.0.npy", "\x93NUMPY\x01\0\x0e\0{'descr': '<f4'\n"),
@@ -100,7 +95,6 @@ def saved(values):
         (saved(np.ones(3)), r"shape \[3\], .* shape \[4, 8\], although the dump.json files"),
         (saved(np.array([["a"] * 8] * 4)), "must be a number or bool"),
         (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "must be a number or bool"),
-        (lambda folder: write.mark(folder, False), "the dump is not complete"),
         (truncated, "ends too early, so the dump is not complete"),
         (without_a_file, "No such file or directory.*dump.json names it"),
         (cut_json, "not msprobe's dump.json"),
@@ -140,13 +134,8 @@ def test_dumps_without_a_tensor_are_refused(tmp_path):
 
 def test_wrong_folders_get_one_message(tmp_path):
     dump = write_dump(tmp_path / "runs" / "a", run())
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.csv").write_text("a,b")
     (dump / "step0x").mkdir()
     for folder, words in (
-        (tmp_path / "none", "no such folder"),
-        (tmp_path / "rows.csv", "this is a file, but a dump is a folder"),
-        (tmp_path / "empty", "not a dump, because it holds no stepN/rankM/dump.json"),
         (dump / "step0", f"it is one step of a dump: give {dump}"),
         (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
         (tmp_path / "runs", f"did you mean {dump}?"),

@@ -68,21 +68,20 @@ def spoil_backward(rank, arrays, content, metrics):
         step[EXPERTS] *= 1.001
 
 
-def spoil_moment(rank, arrays, content, metrics):
-    arrays[f"adam_m.{EXPERTS}"] *= 1.001
+def scaled(name, factor):
+    def spoil(rank, arrays, content, metrics):
+        arrays[name] *= factor
+
+    return spoil
 
 
-def spoil_weight(rank, arrays, content, metrics):
-    arrays[EXPERTS][0, 0] += 0.1
+def added(name, place, number, only=range(99)):
+    """One element has another value, on the ranks `only`."""
 
+    def spoil(rank, arrays, content, metrics):
+        arrays[name][place] += number * (rank in only)
 
-def spoil_start(rank, arrays, content, metrics):
-    arrays[f"{runs.START}{EXPERTS}"][0, 0] += 1e-7
-
-
-def spoil_copy(rank, arrays, content, metrics):
-    if rank == 2:
-        arrays[WEIGHTS[0]][0, 0] += 1e-6
+    return spoil
 
 
 def spoil_loss_slightly(rank, arrays, content, metrics):
@@ -94,27 +93,10 @@ def spoil_clipping(rank, arrays, content, metrics):
         line["global_norm"] = (len(WEIGHTS) * content["squares"][line["step"] - 1][WEIGHTS[0]]) ** 0.5
 
 
-def spoil_bias_copy(rank, arrays, content, metrics):
-    if rank == 1:
-        arrays[f"bias.{ROUTER}"][-1, 3] += 0.002
-
-
-def spoil_bias_direction(rank, arrays, content, metrics):
-    arrays[f"bias.{ROUTER}"] *= -1
-
-
-def spoil_bias_rate(rank, arrays, content, metrics):
-    arrays[f"bias.{ROUTER}"] *= 2
-
-
 def spoil_bias_by_own_load(rank, arrays, content, metrics):
     """Every rank moves its bias by the load of rank 0, as if nothing was reduced and rank 0 sent its bias round."""
     load = LOADS + np.resize([1, -1], len(LOADS)) * 3 / 128
     arrays[f"bias.{ROUTER}"] = np.arange(3, dtype=np.float32)[:, None] * (RATE * np.sign(1 / 8 - load))
-
-
-def spoil_loads(rank, arrays, content, metrics):
-    arrays[f"load.{ROUTER}"][1, 6:] += np.float32([-1 / 64, 1 / 64])
 
 
 def tie(rank, arrays, content, metrics):

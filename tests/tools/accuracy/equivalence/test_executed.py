@@ -100,21 +100,17 @@ def test_two_processes_are_read_as_one(alone, tmp_path):
     assert comparison.findings == comparison.known == () and comparison.tensors > 20 and comparison.used == 0
 
 
-def loss(step, saved, metrics):
-    metrics[-1]["loss"] += 2e-5
+def metric(name, other):
+    """Each step's metrics have another number."""
+
+    def spoil(step, saved, metrics):
+        metrics[-1][name] = other(metrics[-1][name])
+
+    return spoil
 
 
-def norm(step, saved, metrics):
-    metrics[-1]["global_norm"] *= 1 + 1e-4
-
-
-def undivided(step, saved, metrics):
-    """All gradients twice as large: clipping hides it from each of them."""
-    metrics[-1]["global_norm"] *= 2
-
-
-def not_finite(step, saved, metrics):
-    metrics[-1]["loss"] = float("nan")
+undivided = metric("global_norm", lambda norm: 2 * norm)  # clipping hides it from each gradient
+never_clipped = metric("global_norm", lambda norm: norm / 5)
 
 
 def change(name, rank, factor):
@@ -128,10 +124,6 @@ def change(name, rank, factor):
     return spoil
 
 
-def never_clipped(step, saved, metrics):
-    metrics[-1]["global_norm"] /= 5
-
-
 def biases(step, saved, metrics):
     for rank in range(WORKERS):
         saved.held[saved.file("model", rank)][f"{ROUTER}.expert_bias"] *= np.float32(-1)
@@ -140,9 +132,12 @@ def biases(step, saved, metrics):
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (loss, "forward of step 1, loss: loss, all ranks: error 2e-05, allowed 1e-05"),
-        (not_finite, "forward of step 1, loss: loss, all ranks: error inf"),
-        (norm, "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05"),
+        (metric("loss", lambda x: x + 2e-5), "forward of step 1, loss: loss, all ranks: error 2e-05, allowed 1e-05"),
+        (metric("loss", lambda _: float("nan")), "forward of step 1, loss: loss, all ranks: error inf"),
+        (
+            metric("global_norm", lambda norm: norm * (1 + 1e-4)),
+            "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05",
+        ),
         (undivided, "backward of step 1, loss: gradient of the loss, all ranks: error 1, allowed 5e-05; global norm"),
         (undivided, "Usually: loss scaling: the seed is not divided by the ranks that share it"),
         (
@@ -165,8 +160,10 @@ def test_each_difference_is_found_and_named(alone, tmp_path, spoil, text):
     assert text in finding_text(comparison.findings[0], TP2), comparison.findings[:3]
 
 
-def turning(at, experts=(), after=lambda step, metrics: None):
-    """Biases of many experts that all rise, but those of `experts` do not from the step `at` on."""
+def turning(at, experts=(), wrong=STEPS):
+    """Biases of many experts that all rise, but those of `experts` do not from the step `at` on; after the step `wrong`
+    the losses differ.
+    """
 
     def spoil(step, saved, metrics):
         bias = np.full(48, step, np.float32)
@@ -174,7 +171,7 @@ def turning(at, experts=(), after=lambda step, metrics: None):
         for held in saved.held.values():
             if f"{ROUTER}.expert_bias" in held:
                 held[f"{ROUTER}.expert_bias"] = bias / np.float32(1000)
-        after(step, metrics)
+        metrics[-1]["loss"] += 1e-3 * (step > wrong)
 
     return spoil
 
@@ -183,18 +180,10 @@ def held_out(run, losses):
     return replace(run, held_out=dict(enumerate(losses)))
 
 
-def later_losses(step, metrics):
-    metrics[-1]["loss"] += 1e-3 * (step > 2)
-
-
-def first_losses(step, metrics):
-    metrics[-1]["loss"] += 1e-3 * (step > 1)
-
-
 def test_what_a_turned_bias_changes_is_named_and_not_judged(tmp_path):
     """The bias of step 2 turns: the held-out loss after this step has it, and all of step 3."""
     alone = held_out(executed.read_executed(write(tmp_path / "alone", 1, turning(4)), ALONE), [6, 6, 6, 6])
-    run = held_out(run_with(tmp_path / "one", turning(2, [7], later_losses)), [6, 6, 6.0001, 6])
+    run = held_out(run_with(tmp_path / "one", turning(2, [7], 2)), [6, 6, 6.0001, 6])
     found = compare_executed(run, alone, TP2)
     assert found.findings == () and "may have decided how the bias of an expert at its share" in found.reason
     assert "counted load of one or two experts would look the same" in found.reason
@@ -205,10 +194,10 @@ def test_what_a_turned_bias_changes_is_named_and_not_judged(tmp_path):
     assert "layers.1.router: turn of the bias, all ranks: of experts [7] it is [0.001" in text and "one process" in text
     whole = compare_executed(held_out(run_with(tmp_path / "whole", turning(4)), [6, 6, 6, 6]), alone, TP2)
     assert whole.known == () and whole.reason == "" and whole.tensors > found.tensors
-    early = held_out(run_with(tmp_path / "early", turning(2, [7], first_losses)), [6, 6.0001, 6, 6])
+    early = held_out(run_with(tmp_path / "early", turning(2, [7], 1)), [6, 6.0001, 6, 6])
     found = compare_executed(early, alone, TP2).findings
     assert [(each.step, each.tensor) for each in found] == [(2, "loss"), (1, "held-out loss")], "the loss is before it"
-    several = held_out(run_with(tmp_path / "several", turning(3, [7, 8, 9], later_losses)), [6, 6, 6, 6])
+    several = held_out(run_with(tmp_path / "several", turning(3, [7, 8, 9], 2)), [6, 6, 6, 6])
     found = compare_executed(several, alone, TP2)
     assert [each.tensor for each in found.findings] == ["loss"] and found.known == (), (
         "rounding does not turn three at once"
@@ -222,7 +211,6 @@ def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
 
 
 def given_to(folder, ranks):
-    """Write that each step's samples `ranks[rank]` were given to a rank."""
     for rank, samples in enumerate(ranks):
         lines = [json.dumps({"step": step, "samples": {"input_ids": samples}}) for step in range(1, STEPS + 1)]
         (folder / f"metrics/rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")
@@ -235,7 +223,6 @@ def test_samples_are_those_of_all_ranks_whatever_their_order_and_copies(tmp_path
 
 
 def test_a_rank_that_did_not_record_its_samples_is_refused(tmp_path):
-    """The samples were left out of the comparison, and the row said `pass`."""
     folder = write(tmp_path / "run", WORKERS)
     assert executed.read_executed(folder, RECIPE).samples == [["1"], ["2"], ["3"]]
     with pytest.raises(DataError, match=r"rank_2.jsonl: the file is missing"):

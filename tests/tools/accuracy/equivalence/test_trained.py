@@ -3,37 +3,18 @@
 import dataclasses
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from plugins.errors import DataError
-from tests.tools.accuracy.equivalence.recorded import (
-    EXPERTS,
-    ROUTER,
-    WEIGHTS,
-    record,
-    spoil_backward,
-    spoil_bias_by_own_load,
-    spoil_bias_copy,
-    spoil_bias_direction,
-    spoil_bias_rate,
-    spoil_clipping,
-    spoil_copy,
-    spoil_data,
-    spoil_forward,
-    spoil_loads,
-    spoil_moment,
-    spoil_number,
-    spoil_start,
-    spoil_weight,
-    tie,
-)
-from tests.training.runs import ROOT
+from tests.tools.accuracy.equivalence import recorded
+from tests.tools.accuracy.equivalence.recorded import EXPERTS, ROUTER, WEIGHTS, added, record, scaled, spoil_number, tie
 from tools.accuracy.equivalence import runs
 from tools.accuracy.equivalence.trained import compare_trained, leeway
+
+BIAS, ALL = f"bias.{ROUTER}", (0, 1, 2, 3)
 
 
 @pytest.fixture
@@ -55,18 +36,21 @@ def test_ranks_are_put_together(one, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (spoil_data, (1, "forward", "data", "samples", (0, 1, 2, 3))),
-        (spoil_start, (1, "forward", "layers.1.experts", f"start of {EXPERTS}", (0, 1, 2, 3))),
-        (spoil_forward, (1, "forward", "loss", "loss", (0, 1, 2, 3))),
-        (spoil_backward, (1, "backward", "layers.1.experts", "gradient norm", (0, 1, 2, 3))),
-        (spoil_moment, (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", (0, 1, 2, 3))),
-        (spoil_weight, (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", (0, 1, 2, 3))),
-        (spoil_copy, (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
-        (spoil_bias_copy, (2, "optimizer", "layers.1.router", f"bias.{ROUTER}", (1,))),
-        (spoil_bias_direction, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
-        (spoil_bias_rate, (1, "optimizer", "layers.1.router", "bias", (0, 1, 2, 3))),
-        (spoil_bias_by_own_load, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
-        (spoil_loads, (2, "optimizer", "layers.1.router", "loads of experts", (0, 1, 2, 3))),
+        (recorded.spoil_data, (1, "forward", "data", "samples", (0, 1, 2, 3))),
+        (added(f"start.{EXPERTS}", (0, 0), 1e-7), (1, "forward", "layers.1.experts", f"start of {EXPERTS}", ALL)),
+        (recorded.spoil_forward, (1, "forward", "loss", "loss", (0, 1, 2, 3))),
+        (recorded.spoil_backward, (1, "backward", "layers.1.experts", "gradient norm", (0, 1, 2, 3))),
+        (scaled(f"adam_m.{EXPERTS}", 1.001), (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", ALL)),
+        (added(EXPERTS, (0, 0), 0.1), (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", ALL)),
+        (added(WEIGHTS[0], (0, 0), 1e-6, [2]), (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
+        (added(BIAS, (-1, 3), 0.002, [1]), (2, "optimizer", "layers.1.router", BIAS, (1,))),
+        (scaled(BIAS, -1), (1, "optimizer", "layers.1.router", "moves of the bias", ALL)),
+        (scaled(BIAS, 2), (1, "optimizer", "layers.1.router", "bias", ALL)),
+        (recorded.spoil_bias_by_own_load, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
+        (
+            added(f"load.{ROUTER}", (1, slice(6, None)), np.float32([-1 / 64, 1 / 64])),
+            (2, "optimizer", "layers.1.router", "loads of experts", ALL),
+        ),
         (spoil_number("loss"), (2, "optimizer", "loss", "loss", (0, 1, 2, 3))),
         (spoil_number("mtp_loss"), (2, "optimizer", "loss", "mtp_loss", (0, 1, 2, 3))),
         (spoil_number("global_norm"), (2, "optimizer", "gradients", "global norm", (0, 1, 2, 3))),
@@ -80,8 +64,8 @@ def test_the_first_difference_names_the_phase(one, tmp_path, spoil, expected):
 @pytest.mark.parametrize(
     ("spoil", "tensor"),
     [
-        (spoil_bias_direction, "moves of the bias"),
-        (spoil_clipping, "clipping"),
+        (scaled(BIAS, -1), "moves of the bias"),
+        (recorded.spoil_clipping, "clipping"),
         (spoil_number("loss"), "loss"),
         (spoil_number("global_norm"), "global norm"),
     ],
@@ -92,7 +76,6 @@ def test_what_is_wrong_on_both_sides_is_found(tmp_path, spoil, tensor):
 
 
 def test_another_number_of_steps_is_a_difference(one, tmp_path):
-    """It ended in a traceback."""
     comparison = compare_trained(record(tmp_path / "three", steps=3), one)
     assert [(each.tensor, each.detail) for each in comparison.findings] == [
         ("steps", "the number of steps is 3, but must be 2")
@@ -112,31 +95,16 @@ def test_a_token_at_a_tie_may_move_a_bias_but_not_later_ones(one, tmp_path):
     assert [finding.tensor for finding in compare_trained(moved, one).findings] == ["bias"]
 
 
-def test_a_training_ends_with_the_command(tmp_path):
-    """`tc3` is the one beside Python: here a script that tells its number and sleeps."""
-    mark = tmp_path / "number"
-    (tmp_path / "tc3").write_text(f"#!/bin/sh\necho $$ > {mark}.part; mv {mark}.part {mark}; exec sleep 3600\n")
-    (tmp_path / "tc3").chmod(0o755)
-    code = """
-import pathlib, sys
-from tools.accuracy.equivalence import runs as equivalence_runs
-sys.executable = sys.argv[1] + "/python"
-equivalence_runs.train({"callbacks": []}, pathlib.Path(sys.argv[1], "run"))
-"""
-    ours = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 3000
-    while not mark.exists():
-        assert time.monotonic() < until and ours.poll() is None
-        time.sleep(0.02)
-    ours.terminate()
-    assert ours.wait(timeout=300) != 0
-    until = time.monotonic() + 300
-    while left := psutil.pid_exists(number := int(mark.read_text())):
-        if time.monotonic() > until:
-            psutil.Process(number).kill()
-            break
-        time.sleep(0.02)
-    assert not left
+def test_a_training_is_a_child_that_ends_with_the_command(tmp_path, monkeypatch):
+    """`tc3` is the one beside Python; tests/tools/accuracy/align/test_comparison.py tests how `run_child` ends it."""
+
+    def run_child(command, **_):
+        assert command[:2] == [str(Path(sys.executable).with_name("tc3")), "train"]
+        return subprocess.CompletedProcess(command, 1, "", "no kernel\n")
+
+    monkeypatch.setattr(runs.children, "run_child", run_child)
+    with pytest.raises(runs.RunFailedError, match=r"^no kernel$"):
+        runs.train({"callbacks": []}, tmp_path / "run")
 
 
 def test_a_sign_of_noise_is_no_difference(one):
@@ -158,14 +126,12 @@ def test_leeway_is_none_without_a_gradient_and_shrinks_with_it():
 
 @pytest.mark.parametrize("name", [WEIGHTS[0], f"adam_m.{WEIGHTS[0]}", f"load.{ROUTER}", f"least.{WEIGHTS[0]}"])
 def test_a_tensor_that_a_run_did_not_record_is_a_difference(one, tmp_path, name):
-    """The comparison ended in a KeyError, or passed."""
     found = compare_trained(record(tmp_path, change=lambda rank, arrays, *_: arrays.pop(name)), one)
     assert [(each.tensor, each.detail) for each in found.findings] == [(name, "the run did not record it")]
 
 
 @pytest.mark.parametrize("rate", [0.1 * (1 + 2**-8), 0.0, float("nan"), None])
 def test_another_learning_rate_is_a_difference(one, tmp_path, rate):
-    """Only what it did to the weights was compared, by the tolerance of their gradients."""
     found = compare_trained(record(tmp_path, change=lambda _, *more: more[-1][1].update(learning_rate=rate)), one)
     assert [(each.step, each.phase, each.tensor) for each in found.findings] == [(2, "optimizer", "learning rate")]
 

@@ -28,20 +28,15 @@ _SMALL = 1e-7
 
 @dataclass(frozen=True)
 class Muon:
-    """A `Muon` holds the settings of the optimizer, under MindFormers' names and with its defaults.
-
-    Args:
-        matched_adamw_rms: factor that gives an update AdamW's usual size.
-        exact: Newton-Schulz in float64, not in bfloat16 as MindFormers computes it.
-    """
+    """A `Muon` holds the settings of the optimizer, under MindFormers' names and with its defaults."""
 
     weight_decay: float = 0.1
-    matched_adamw_rms: float = 0.2
+    matched_adamw_rms: float = 0.2  # the factor that gives an update AdamW's usual size
     momentum: float = 0.95
     nesterov: bool = True
     adamw_betas: tuple[float, float] = (0.95, 0.95)
     adamw_eps: float = 1e-8
-    exact: bool = False
+    exact: bool = False  # Newton-Schulz in float64, not in bfloat16 as MindFormers computes it
 
 
 @dataclass(frozen=True)
@@ -94,9 +89,7 @@ class Parts:
         return np.concatenate(blocks, axis=1).reshape(shape)
 
     def _rows(self, name: str) -> tuple[int, int]:
-        """Return rows that alternate in a weight: those of its first part and those of its second; (0, 0): it has one
-        part.
-        """
+        """Return how many rows of a weight's two parts alternate; (0, 0) if it has one part."""
         found = {
             "linear_q_proj.": (self.nope, self.rope),
             "linear_q_up_proj.": (self.nope, self.rope),
@@ -109,10 +102,8 @@ class Parts:
 
 
 def newton_schulz(x: np.ndarray, exact: bool = False) -> np.ndarray:
-    """Return nearly U V^T, where x = U S V^T [.., rows, columns]: singular values go to between 0.7 and 1.2.
-
-    exact: in float64; else every result is rounded to bfloat16, as MindFormers' operators round theirs: of a matrix
-        by itself they multiply c A by A, of an expert A by A before c.
+    """Return nearly U V^T, where x = U S V^T [.., rows, columns]: singular values go to between 0.7 and 1.2. Unless
+    `exact`, results are rounded to bfloat16 as MindFormers' are: of a matrix (c A) A, of an expert c (A A).
     """
     if x.ndim == 3:
         return np.stack([_newton_schulz(each, exact, True) for each in x])
@@ -141,11 +132,7 @@ def _newton_schulz(x: np.ndarray, exact: bool, expert: bool) -> np.ndarray:
 def update(
     name: str, weight: np.ndarray, moment: np.ndarray, gradient: np.ndarray, lr: float, parts: Parts, muon: Muon
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the weight, the moment) after a step, float32 [rows, columns], of a matrix that is `orthogonal`.
-
-    Args:
-        gradient: of all ranks, after clipping.
-    """
+    """Return (the weight, the moment) after a step, float32 [rows, columns], of a matrix that is `orthogonal`."""
     moment = np.float32(muon.momentum) * moment + gradient
     looked = gradient + np.float32(muon.momentum) * moment if muon.nesterov else moment
     pieces = parts.split(name, looked)
@@ -173,14 +160,9 @@ def adamw(
 def clip_logits(
     name: str, weight: np.ndarray, largest: np.ndarray, parts: Parts, threshold: float = 100.0
 ) -> np.ndarray:
-    """Return a query's or a key's and value's up-projection after QK-clip.
-
-    Where the largest logit of a head in the step has reached the threshold, the logit is scaled by threshold / largest:
-    by its root in the query's and in the key's part without positions, and by all of it in the query's part with
-    positions, whose key all heads share.
-
-    Args:
-        largest: logits [heads] over all samples of the step; 0 where none was positive.
+    """Return a query's or a key's and value's up-projection after QK-clip: where the `largest` logit of a head in the
+    step [heads] has reached the threshold, it is scaled by threshold / largest: by its root in the parts without
+    positions, and by all of it in the query's part with positions, whose key all heads share.
     """
     query = "linear_q_proj." in name or "linear_q_up_proj." in name
     if not query and "linear_kv_up_proj." not in name:

@@ -68,7 +68,6 @@ def samples(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def load() -> dict[str, np.ndarray]:
-    """Return the content of the golden file."""
     return read(FILE)
 
 
@@ -109,7 +108,6 @@ def main(update: bool, reference_python: str) -> None:
 
 
 def vocabulary_of(recipe: dict[str, Any]) -> int:
-    """Return the number of tokens that the model knows."""
     return int(recipe["model"]["model_config"]["vocab_size"])
 
 

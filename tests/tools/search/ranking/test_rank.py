@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.search_regret import every_placement
 from tests.tools.search.reference import cheapest_mix, predicted
 from tests.tools.search.test_candidates import BASE, MODEL, request
 from tools.estimate.efficiency import cluster
@@ -14,13 +15,13 @@ from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.place import floor_seconds, place, screen
 from tools.model import Latent, pattern_of
-from tools.pipeline.schedules import check_schedule
+from tools.pipeline.schedules import check_schedule, pairs_up
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
 from tools.search.candidates import RECOMPUTE, Funnel, blocks, configuration, schedule_of
 from tools.search.command import _infeasible
 from tools.search.ranking import workers
-from tools.search.ranking.alternatives import search_schedules
+from tools.search.ranking.alternatives import OTHERS, search_schedules
 from tools.search.ranking.predict import MemoryTable
 from tools.search.ranking.rank import Chances, Ranking, explain_infeasible, feasible, mix, nearly_fitting, rank
 from tools.search.ranking.run import Found, search
@@ -315,6 +316,42 @@ def test_the_plain_bound_is_near_for_equal_stages(chunks):
     assert every
     for one, bound in every:
         assert 0.5 * one.seconds < bound < one.seconds
+
+
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_the_plain_bounds_of_other_schedules_are_under_steps_of_equal_stages(schedule):
+    """Weight gradients of zero-bubble schedules fill what other stages wait for, and pairs hide parts of passes."""
+    sizes = {"pattern": pattern_of(16), "vocab": 480, "kv_heads": 12, "hidden": 3072, "ffn": 12288}
+    asked = request(8, 16, ["pp=8", "tp=1", "cp=1", "mbs=1", "vpp<=2"], replace(MODEL, **DENSE | sizes))
+    asked = replace(asked, schedule=schedule)
+    ranking, times = rank(asked), TimeModel(asked.hardware)
+    for index, bound in enumerate(ranking.bounds.tolist()):
+        config = configuration(asked, ranking.at(index).candidate._replace(recompute="none"))
+        whole = times.step(config, simulated=True).total
+        assert (0.2 * whole < bound < whole) if not pairs_up(schedule) else bound == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h2", "interleaved_1f1b_pairs"])
+def test_no_placement_is_under_the_bound_of_its_schedule(schedule, monkeypatch):
+    monkeypatch.setattr(workers, "processes", lambda: 1)
+    model = replace(MODEL, **DENSE | {"pattern": pattern_of(4), "kv_heads": 12})
+    asked = request(4, 8, ["pp=2", "tp=1", "cp=1", "vpp=1", "shard=optimizer"], model)
+    asked = replace(asked, cap=1.02 * rank(replace(asked, schedule=schedule)).least.peak)
+    own, times = replace(asked, schedule=schedule), TimeModel(asked.hardware)
+    (found,) = search_schedules(asked, (schedule,), Budget(0.1), times, lambda *_: None).every
+    best = min(every_placement(own, one.candidate, times)[0] for one, _ in planned(own)[1])
+    assert found.entry.seconds >= best
+    assert 0.9 * best < found.least <= best if not pairs_up(schedule) else found.least == 0
+
+
+def test_ctrl_c_while_a_schedule_is_ranked_leaves_what_was_found(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.search.ranking.alternatives.rank", interrupted)
+    asked = request()
+    found = search_schedules(asked, ("gpipe", "zb_h1"), Budget(1), TimeModel(asked.hardware), lambda *_: None)
+    assert (found.every, found.whole) == ([], False)
 
 
 LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)

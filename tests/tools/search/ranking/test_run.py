@@ -65,6 +65,23 @@ def test_neither_more_memory_nor_a_wider_choice_makes_the_answer_slower():
     assert found.own_mesh and found.own_mesh.seconds == found.entries[0].seconds, "its balanced layers do not fit"
 
 
+def test_a_search_gives_up_nothing_of_the_recipe_that_it_reads(stand_in_placement):
+    """With less effort than the search that wrote it, the layers of a recipe were placed anew, and slower."""
+    asked = wide(["mbs=1", "vpp=1"])
+    own = replace(asked.base, pp=4, layers=((2, 2, 2, 0),), micro_batches=8)
+    asked = replace(asked, base=own, cap=2 * asked.cap)
+    found = searched(asked, 1.0)
+    for entry in (found.entries[0], found.own_mesh):
+        assert (entry.config.layers, entry.config.recompute) == (own.layers, own.recompute)
+    assert "1 is the recipe's own layout: no faster one was found" in reasons(found)
+    assert found.least <= found.entries[0].seconds == found.own.seconds
+    for other in (
+        replace(asked, margin=1 - 0.99 * found.own.peak / asked.cap),  # it leaves no margin
+        replace(asked, schedule="gpipe"),  # that is another run
+    ):
+        assert searched(other, 1.0).entries[0].config.recompute != own.recompute
+
+
 def test_ctrl_c_leaves_what_fits_only_because_layers_moved(monkeypatch):
     asked = wide(["mbs=1", "vpp=1"])
 
