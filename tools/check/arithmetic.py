@@ -61,12 +61,8 @@ def _experts(view: View, built: Built, found: Findings) -> None:
         found.error((*MODEL, "first_k_dense_replace"), wrong, f"write at most {layers}", rule="dense_replace")
     frequency = built.fields.get("moe_layer_freq")
     if dense and type(frequency) is int and frequency > 1:
-        found.error(
-            (*MODEL, "moe_layer_freq"),
-            "the key cannot be combined with first_k_dense_replace",
-            "write 1",
-            rule="layer_freq",
-        )
+        wrong = "the key cannot be combined with first_k_dense_replace"
+        found.error((*MODEL, "moe_layer_freq"), wrong, "write 1", rule="layer_freq")
     template = [0] * dense + [1] * (layers - dense)
     if isinstance(frequency, list) and (frequency != template if dense else len(frequency) != layers):
         wrong = f"the list does not describe {layers} layers of which the first {dense} are dense"
@@ -92,9 +88,7 @@ def _router(view: View, built: Built, found: Findings) -> None:
         return
     path = (*MODEL, "topk_group")
     if not groups:
-        found.error(
-            path, "the key has no meaning without n_group", "set n_group, or write topk_group: 0", rule="group_topk"
-        )
+        found.error(path, "the key needs n_group", "set n_group, or write topk_group: 0", rule="group_topk")
     elif experts % groups:
         found.error(
             (*MODEL, "n_group"), f"{experts} experts cannot be divided into {groups} groups", rule="group_experts"

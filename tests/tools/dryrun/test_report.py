@@ -176,7 +176,7 @@ def test_a_total_of_the_update_is_said():
     memory = {**STAGE["memory"], "update": 8 * GIB, "total": 17 * GIB}
     text = shown({**REPORT, "stages": [STAGE, {**STAGE, "stage": 1, "memory": memory}]})
     assert "stage 1 is the memory of the optimizer's update after all passes, which needs up to 8.00 GiB" in text
-    assert "of the update after" not in shown(REPORT)
+    assert "optimizer's update after" not in shown(REPORT)
 
 
 def test_what_was_concluded_is_said():
