@@ -15,6 +15,7 @@ import numpy as np
 
 from plugins.all_ranks import has_loss, pipeline_of
 from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import WATCHES, Section, count_at, setting, value_at
 
 KEY = "plugins.held_out_loss"
@@ -161,8 +162,11 @@ _ACCUMULATED = "runner_config.gradient_accumulation_steps"
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of pipeline stages and the number of micro-batches of a rank's step; a number that the recipe
-    does not give is 1.
+    does not give is 1. Both are 1 if MindSpore does not split the model over devices, because MindFormers then does not
+    accumulate gradients.
     """
+    if not (recipe.get("use_parallel") and splits_model(value_at(recipe, "parallel.parallel_mode", 1))):
+        return 1, 1
     stages, _ = pipeline_of(recipe)
     return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else _ACCUMULATED)
 

@@ -185,6 +185,8 @@ def recipe_of(accumulation=1, full_batch=False, **degrees):
         (recipe_of(data_parallel=2, pipeline_stage=2, micro_batch_num=4), 16, 8, 4),
         (recipe_of(data_parallel=2, pipeline_stage=1, micro_batch_num=4), 4, 2, 1),
         (recipe_of(accumulation=3, data_parallel=2), 12, 6, 3),
+        (recipe_of(accumulation=3, data_parallel=2) | {"parallel": {"parallel_mode": 0}}, 4, 2, 1),
+        (recipe_of(accumulation=3) | {"use_parallel": False}, 2, 2, 1),
     ],
 )
 def test_a_rank_reads_its_part_of_a_step(recipe, samples, read, micro):
