@@ -121,13 +121,12 @@ class Batches:
     """A `Batches` says how the samples of a step are divided over the ranks and their micro-batches.
 
     Attributes:
-        samples: the number of samples in the whole step; read: the number of samples that a rank reads.
+        samples: the number of samples in the whole step.
         micro: the number of micro-batches of a rank's step, by a pipeline or by gradient accumulation.
         stages, scheduler: the number of stages and the scheduler of the pipeline.
     """
 
     samples: int
-    read: int
     micro: int = 1
     stages: int = 1
     scheduler: str | None = None
@@ -135,20 +134,10 @@ class Batches:
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Batches:
         """Return how a flat recipe or a MindFormerConfig divides the samples of a step over ranks and micro-batches."""
-        together = bool(recipe.get("use_parallel"))
-        degrees = (recipe.get("parallel_config") or {}) if together else {}
-        context = (recipe.get("parallel") or {}) if together else {}
+        degrees = (recipe.get("parallel_config") or {}) if recipe.get("use_parallel") else {}
         _, micro = stages_and_micro_batches(recipe)
-        stages, scheduler = pipeline_of(recipe)
         ranks = degrees.get("data_parallel") or 1
-        own = recipe["runner_config"]["batch_size"] * micro
-        return cls(
-            samples=own * ranks,
-            read=own * ranks if context.get("full_batch") else own,
-            micro=micro,
-            stages=stages,
-            scheduler=scheduler,
-        )
+        return cls(recipe["runner_config"]["batch_size"] * micro * ranks, micro, *pipeline_of(recipe))
 
     def share_of(self, rank: int, ranks: int) -> float:
         """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
