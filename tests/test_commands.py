@@ -105,7 +105,7 @@ def place():
     append(FOLDER / "expert_load.jsonl", Record(1, 16, tuple(range(1, 54)), *large, (None,) * 53))
     library = FOLDER / "library"
     library.mkdir()
-    for name in ("argparse", "textwrap", "shutil", "tarfile", "zipfile", "pathlib", "random", "statistics", "typing"):
+    for name in ("argparse", "textwrap", "shutil", "tarfile", "csv", "pathlib", "random", "statistics", "typing"):
         shutil.copy(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py", library)
     system = "sys/devices/system"
     for part in ("proc/cpuinfo", "proc/meminfo", f"{system}/node/node0/cpulist", f"{system}/cpu/online"):

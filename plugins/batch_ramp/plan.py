@@ -206,7 +206,7 @@ def division_of(recipe: Mapping[str, Any]) -> Division:
     """Return how a flat recipe or a MindFormerConfig divides its full global batch over ranks and micro-batches."""
     together = bool(recipe.get("use_parallel"))
     whole = not (together and splits_model(value_at(recipe, "parallel.parallel_mode", 1)))
-    pipeline, micro_batches = (1, 1) if whole else stages_and_micro_batches(recipe)
+    pipeline, micro_batches = stages_and_micro_batches(recipe)
     ranks = count_at(recipe, "parallel_config.data_parallel") if together else 1
     scheduler = str(value_at(recipe, "parallel.pipeline_config.pipeline_scheduler") or "")
     micro = count_at(recipe, "runner_config.batch_size")

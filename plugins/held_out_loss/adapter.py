@@ -131,7 +131,8 @@ class HeldOutLoss(Callback):
         )
         # a shard is as long as the longest, and repeats samples for that
         whole = whole_batches(samples, loader.source_len, batches.samples)
-        rows = loader.batch(batches.read, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
+        own = batches.samples // (shards or 1)  # without shards each rank reads the whole step
+        rows = loader.batch(own, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
         read = [tuple(np.array(column) for column in batch) for batch in islice(rows, whole)]
         if not stock_dataset._use_compressed_eod_mask(data_loader):
             return read

@@ -15,6 +15,7 @@ import numpy as np
 
 from plugins.all_ranks import has_loss, pipeline_of
 from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import WATCHES, Section, count_at, setting, value_at
 
 KEY = "plugins.held_out_loss"
@@ -121,13 +122,11 @@ class Batches:
 
     Attributes:
         samples: the number of samples in the whole step.
-        read: the number of samples that a rank reads.
         micro: the number of micro-batches of a rank's step, by a pipeline or by gradient accumulation.
         stages, scheduler: the number of stages and the scheduler of the pipeline.
     """
 
     samples: int
-    read: int
     micro: int = 1
     stages: int = 1
     scheduler: str | None = None
@@ -135,20 +134,10 @@ class Batches:
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Batches:
         """Return how a flat recipe or a MindFormerConfig divides the samples of a step over ranks and micro-batches."""
-        together = bool(recipe.get("use_parallel"))
-        degrees = (recipe.get("parallel_config") or {}) if together else {}
-        context = (recipe.get("parallel") or {}) if together else {}
+        degrees = (recipe.get("parallel_config") or {}) if recipe.get("use_parallel") else {}
         _, micro = stages_and_micro_batches(recipe)
-        stages, scheduler = pipeline_of(recipe)
         ranks = degrees.get("data_parallel") or 1
-        own = recipe["runner_config"]["batch_size"] * micro
-        return cls(
-            samples=own * ranks,
-            read=own * ranks if context.get("full_batch") else own,
-            micro=micro,
-            stages=stages,
-            scheduler=scheduler,
-        )
+        return cls(recipe["runner_config"]["batch_size"] * micro * ranks, micro, *pipeline_of(recipe))
 
     def share_of(self, rank: int, ranks: int) -> float:
         """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
@@ -162,8 +151,11 @@ _ACCUMULATED = "runner_config.gradient_accumulation_steps"
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of pipeline stages and the number of micro-batches of a rank's step; a number that the recipe
-    does not give is 1.
+    does not give is 1. Both are 1 if MindSpore does not split the model over devices, because MindFormers then does not
+    accumulate gradients.
     """
+    if not (recipe.get("use_parallel") and splits_model(value_at(recipe, "parallel.parallel_mode", 1))):
+        return 1, 1
     stages, _ = pipeline_of(recipe)
     return stages, count_at(recipe, "parallel_config.micro_batch_num" if stages > 1 else _ACCUMULATED)
 

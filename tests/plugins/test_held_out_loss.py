@@ -167,34 +167,35 @@ def test_a_corpus_without_a_loss_is_refused_instead_of_being_recorded_as_no_numb
         weigh(tokens)
 
 
-def recipe_of(accumulation=1, full_batch=False, **degrees):
+def recipe_of(accumulation=1, **degrees):
     return {
         "use_parallel": True,
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": accumulation},
         "parallel_config": degrees,
-        "parallel": {"full_batch": full_batch, "pipeline_config": {"pipeline_scheduler": "1f1b"}},
+        "parallel": {"pipeline_config": {"pipeline_scheduler": "1f1b"}},
     }
 
 
 @pytest.mark.parametrize(
-    ("recipe", "samples", "read", "micro"),
+    ("recipe", "samples", "micro"),
     [
-        ({"use_parallel": False, "runner_config": {"batch_size": 8}, "parallel_config": {"data_parallel": 4}}, 8, 8, 1),
-        (recipe_of(data_parallel=4, model_parallel=2), 8, 2, 1),
-        (recipe_of(data_parallel=4, full_batch=True), 8, 8, 1),
-        (recipe_of(data_parallel=2, pipeline_stage=2, micro_batch_num=4), 16, 8, 4),
-        (recipe_of(data_parallel=2, pipeline_stage=1, micro_batch_num=4), 4, 2, 1),
-        (recipe_of(accumulation=3, data_parallel=2), 12, 6, 3),
+        ({"use_parallel": False, "runner_config": {"batch_size": 8}, "parallel_config": {"data_parallel": 4}}, 8, 1),
+        (recipe_of(data_parallel=4, model_parallel=2), 8, 1),
+        (recipe_of(data_parallel=2, pipeline_stage=2, micro_batch_num=4), 16, 4),
+        (recipe_of(data_parallel=2, pipeline_stage=1, micro_batch_num=4), 4, 1),
+        (recipe_of(accumulation=3, data_parallel=2), 12, 3),
+        (recipe_of(accumulation=3, data_parallel=2) | {"parallel": {"parallel_mode": 0}}, 4, 1),
+        (recipe_of(accumulation=3) | {"use_parallel": False}, 2, 1),
     ],
 )
-def test_a_rank_reads_its_part_of_a_step(recipe, samples, read, micro):
+def test_a_recipe_divides_a_step(recipe, samples, micro):
     found = Batches.of(recipe)
-    assert (found.samples, found.read, found.micro) == (samples, read, micro)
+    assert (found.samples, found.micro) == (samples, micro)
 
 
 @pytest.mark.parametrize(("scheduler", "last"), [("1f1b", range(4, 8)), ("zero_bubble_v", range(4))])
 def test_the_ranks_that_compute_the_loss_share_the_mean(scheduler, last):
-    batches = Batches(samples=8, read=8, micro=4, stages=2, scheduler=scheduler)
+    batches = Batches(samples=8, micro=4, stages=2, scheduler=scheduler)
     shares = [batches.share_of(rank, 8) for rank in range(8)]
     assert sum(shares) == 1 and [rank for rank, share in enumerate(shares) if share] == list(last)
 
@@ -223,7 +224,7 @@ def test_batches_are_those_that_training_would_make_of_the_samples(monkeypatch, 
     monkeypatch.setattr(adapter, "build_dataset_loader", data)
     evaluation = object.__new__(HeldOutLoss)
     evaluation.micro = micro
-    found = evaluation._read(section.data_loader, columns, Batches(4, 4, micro), None)
+    found = evaluation._read(section.data_loader, columns, Batches(4, micro), None)
     trained = dataset_batch_func(section, data())
     wanted = list(trained.create_tuple_iterator(num_epochs=1, output_numpy=True))
     assert len(found) == len(wanted) == 2
@@ -234,18 +235,20 @@ def test_batches_are_those_that_training_would_make_of_the_samples(monkeypatch, 
 
 @pytest.mark.parametrize("there", [8, 9, 11, 12])
 @pytest.mark.parametrize("asked", [None, 8, 9])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
 def test_every_layout_evaluates_the_same_samples_once(monkeypatch, there, asked, ranks):
-    """A shard of MindSpore's is as long as the longest: it repeats samples if they cannot be divided by the ranks."""
+    """A shard of MindSpore's is as long as the longest: it repeats samples if they cannot be divided by the ranks.
+    Without shards (None) each rank reads all, whatever `full_batch` says, which MindFormers overrules.
+    """
     rows = [(np.array([i], np.int32),) for i in range(there)]
     monkeypatch.setattr(
         adapter, "build_dataset_loader", lambda *_, default_args: GeneratorDataset(rows, shuffle=False, **default_args)
     )
     found = []
-    for rank in range(ranks):
-        monkeypatch.setattr(adapter.BaseDataset, "_generate_shard_info", lambda rank=rank: (rank, ranks))
+    for rank in range(ranks or 1):
+        monkeypatch.setattr(adapter.BaseDataset, "_generate_shard_info", lambda rank=rank: (ranks and rank, ranks))
         evaluation = object.__new__(HeldOutLoss)
-        read = evaluation._read(MindFormerConfig(), ["x"], Batches(4, 4 // ranks), asked)
+        read = evaluation._read(MindFormerConfig(), ["x"], Batches(4), asked)
         found += [int(row) for (column,) in read for row in column[:, 0]]
     assert sorted(found) == list(range(min(asked or there, there) // 4 * 4))
 

@@ -193,7 +193,7 @@ def loads_of(text: str, config: Configuration, of_many: bool = False) -> Loads:
         DataError: see `read_loads`.
     """
     sizes = len(moe_layers(config)), config.ep
-    if not config.model.experts or not sizes[0]:
+    if not sizes[0]:
         raise RecipeError("--loads: this recipe's model has no experts; leave the option out")
     word, _, number = text.partition(":")
     if text == "even":

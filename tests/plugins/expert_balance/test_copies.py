@@ -216,7 +216,7 @@ def test_a_state_is_no_worse_than_moves_alone_but_for_the_gate_and_the_next_one_
 
 
 @given(cases(), st.sampled_from([0.0, 0.01, 0.2]))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_homes_stay_unless_other_homes_are_better_by_the_gate(case, gate):
     loads, slots, devices, spare = case
     wanted, start, predicted = Settings(spare=spare, gate=gate), none(1, devices, spare), loads[None].astype(float)

@@ -60,6 +60,12 @@ def test_the_newest_complete_one_wins_and_worse_ones_are_named(tmp_path):
     assert "did not finish" in skipped[0][1] and "corrupted" in skipped[1][1]
 
 
+def test_a_complete_save_that_is_not_in_its_place_is_passed_over(tmp_path):
+    good, newer = save(tmp_path, 4), save(saving_folder(tmp_path, "0001-a"), 8)
+    best, skipped = scan_checkpoints(tmp_path)
+    assert best.path == good and skipped == [(newer, "complete, and not in its place yet")]
+
+
 def test_steps_beyond_eight_digits_still_sort_as_numbers(tmp_path):
     save(tmp_path, 99_999_999)
     newest = save(tmp_path, 100_000_000)
@@ -78,6 +84,8 @@ def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path)
     assert later_than(tmp_path / "own", save(tmp_path / "else", 50)) == [third, second, first]
     renamed = second.rename(second.with_name(f"set_aside_{second.name}"))
     assert later_than(tmp_path / "own", renamed) == [third], "its seals say the step"
+    shutil.rmtree(renamed)
+    assert later_than(tmp_path / "own", second) == [third], "its name says the step"
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.errors import RecipeError
 from tests.tools.accuracy.reference.muon import Parts
 from tools.estimate.configuration import PATTERNS, Recompute, joined, offered, parts_of, weight_cut, weight_shards
 from tools.estimate.efficiency import cluster
@@ -175,6 +176,21 @@ def configuration(streams):
 
 
 PLAIN, FOUR = configuration(1), configuration(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers": ((PLAIN.model.layers + 1,),)}, "layers in all"),
+        ({"layers": ((PLAIN.model.layers, 0),)}, "1 stages in each chunk"),
+        ({"ep": 2 * PLAIN.dp * PLAIN.tp * PLAIN.cp}, "ep must divide"),
+        ({"micro_batches": 0}, "at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_no_run(changes, words):
+    whole = replace(PLAIN, pp=1, layers=((PLAIN.model.layers,),), recompute=Recompute())
+    with pytest.raises(RecipeError, match=words):
+        replace(whole, **changes)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

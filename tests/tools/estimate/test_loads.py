@@ -230,6 +230,7 @@ def test_a_trained_router_is_as_uneven_as_published():
     assert family_of(config) == "mha"
     loads = loads_of("trained", config)
     assert loads.shares.shape == (256, 1, 7, 4) and "Gini 0.105" in loads.words
+    assert loads.shares.mean(axis=-1) == pytest.approx(1) and loads.steps == tuple(range(1, 257))
     # one expert on a device: the devices' own Gini coefficient is the published one
     each = np.sort(trained("mla", 40, 256, 256).shares, axis=-1)
     ranks = np.arange(1, 257)
@@ -245,6 +246,8 @@ BAD = {  # name -> lines, what the message has after the file
     "half a line": ([GOOD, '{"step": 2, "tok'], "log.jsonl:2: this line is not JSON"),
     "no counts": ([{"step": 1}], "log.jsonl:1: tokens: the key is missing"),
     "no table": ([{"tokens": 3}], "log.jsonl:1: tokens: write a list for each MoE layer"),
+    "one layer as a list": ([{"tokens": [3, 4]}], "log.jsonl:1: tokens: write a list for each MoE layer"),
+    "a layer without experts": ([{"tokens": [[]]}], "log.jsonl:1: tokens: write a list for each MoE layer"),
     "a misspelt key": ([{**GOOD, "mirco_batch": 0}], "log.jsonl:1: mirco_batch: .*did you mean 'micro_batch'"),
     "a negative count": ([{"tokens": [[3, -1]] * 7}], r"log.jsonl:1: tokens\[0\]\[1\]: the value must be .*, not '-1'"),
     "NaN": (

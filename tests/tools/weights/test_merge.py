@@ -4,6 +4,7 @@ The average of checkpoints: against fractions, and refused where there is none.
 """
 
 import math
+import re
 import shutil
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from launch.cli import tc3
 from plugins.errors import CheckpointError, DataError, RecipeError
@@ -231,11 +233,17 @@ def test_what_has_no_average_is_refused_and_nothing_is_written(tmp_path):
     good = saved(tmp_path / "a", [1, 2, 3, 4])
     other = saved(tmp_path / "b", [1, 2, 3, 4], ranks=4)
     broken = saved(tmp_path / "c", [1, math.nan, 3, 4])
+    poor = saved(tmp_path / "f", [1, 2, 3, 4]).path
+    for rank, file in enumerate(sorted(poor.glob("*-model-*"))):
+        save_file({name: array for name, array in load_file(file).items() if name != BIAS}, file)
+        write_seal(poor, rank, 2, 2)
     moved = open_source(write(tmp_path / "d", np.array([1, 0, 2, 3]), 2)[0])
     still = open_source(write(tmp_path / "e", np.array([0, 1, 2, 3]), 2)[0])
     for sources, words in (
         ([good], "two checkpoints"),
         ([good, other], "saved in another layout"),
+        ([good, open_source(poor)], f"{re.escape(BIAS)} is not there"),
+        ([open_source(poor), good], f"{re.escape(BIAS)} is .*, and not there"),
         ([good, broken], "not finite"),
         ([moved, still], "restore-order"),
     ):

@@ -75,6 +75,8 @@ def test_copies_are_written_once_and_dealt_evenly():
     layout = Layout((4,), ((),), 0)
     moves = plan_moves([(str(i), "F32", "model", layout.lying((8,)), layout) for i in range(8)], 4)
     assert sorted(move.writers for move in moves) == sorted([(rank,) for rank in range(4)] * 2)
+    moves = plan_moves([(str(n), "F32", "model", layout.lying((n,)), layout) for n in (24, 8, 9, 10, 11)], 4)
+    assert [move.writers for move in moves] == [(0,), (1,), (2,), (3,), (1,)], "by bytes, not by tensors"
     alone = Layout((1,), ((),), 0)
     held = [("own", alone), *((str(i), layout) for i in range(3))]
     moves = plan_moves([(name, "F32", "model", each.lying((8,)), each) for name, each in held], 4)
