@@ -273,8 +273,8 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     names = sorted(each.name for each in state.iterdir()) if state.is_dir() and not path.is_file() else []
     if foreign := [name for name in names if becomes(name) not in (LOCK, path.name)]:
         raise DataError(
-            f"--work {state}: this folder holds {foreign[0]} and no results of tc3 firsthour, which would replace files "
-            "in it; choose another --work"
+            f"--work {state}: this folder holds {foreign[0]} and no results of tc3 firsthour, which would replace "
+            "files in it; choose another --work"
         )
     if path.is_file() and not again:
         try:
