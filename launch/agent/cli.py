@@ -31,7 +31,7 @@ from launch.run.command import checks
 from launch.run.effective import FULL_SIZE, effective_recipe
 from launch.run.msrun import on_ascend, worker_count
 from launch.run.script import node_size
-from launch.run.summary import ResumeCommand, complain, print_summary, summarize, words_to_go_on
+from launch.run.summary import ResumeCommand, complain, print_next_command, print_summary, summarize, words_to_go_on
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError, TC3Error
 from tools.checkpoint.scan import CheckpointInfo, lies_in
@@ -306,8 +306,10 @@ def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: i
     summary = summarize(job.run_dir, job.recipe, outcome, resume_command, steps, checksums=False)
     if outcome.code == 0:
         print_summary(summary)
-    elif summary["picture"]:
+        return
+    if summary["picture"]:
         click.echo(f"Loss curve: {summary['picture']}", err=True)
+    print_next_command(summary, outcome.failure is not None and outcome.failure.stopped)
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:

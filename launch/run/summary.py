@@ -379,10 +379,17 @@ def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> N
         complain(failure, "" if failure.stopped or failure.rank is None else after)
     if outcome.left:
         click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)
+    print_next_command(summary, failure is not None and failure.stopped)
+
+
+def print_next_command(summary: dict[str, Any], stopped: bool) -> None:
+    """Print on stderr the newest checkpoint of a run that ended early, and the command that goes on from it; if there
+    is no checkpoint, and a loss that was not finite `stopped` the run, print the command that starts over.
+    """
     if summary["checkpoint"]:
         click.echo(f"Checkpoint of step {summary['checkpoint_step']}: {summary['checkpoint']}", err=True)
         click.echo(f"Go on with: {summary['next_command']}", err=True)
     elif summary["checkpoint_error"]:
         click.echo(f"Go on, as soon as the checkpoints can be read, with: {summary['next_command']}", err=True)
-    elif failure and failure.stopped:
+    elif stopped:
         click.echo(f"Start over with: {summary['next_command']}", err=True)

@@ -118,9 +118,11 @@ def micro(seconds: float) -> int:
 
 
 def missing(metrics: Path) -> str:
-    """Return a sentence if the file with the losses of a run is missing, although other ranks have written theirs: of
-    the steps of this run nothing is known. Return "" if nothing is missing.
+    """Return a sentence if the file with the losses of a run is missing although other ranks have written theirs, or if
+    the run's folder is gone, so that nothing is known of its steps. Return "" if nothing is missing.
     """
+    if not (folder := metrics.parents[1]).is_dir():
+        return f"{folder} is no longer there, so that nothing is known of the run"
     others = not metrics.exists() and any(metrics.parent.glob("rank_*.jsonl"))
     return f"{metrics}, which holds the losses of the run, is missing, so that its steps are unknown" * others
 

@@ -282,9 +282,7 @@ class Status:
 
     @property
     def over(self) -> int | None:
-        """Return the exit code of `tc3 runs watch` for a run that has ended; return None if the run is still in
-        progress.
-        """
+        """Return the exit code of `tc3 runs watch` for a run that has ended; return None for any other run."""
         return OVER.get(self.state)
 
 
@@ -470,6 +468,8 @@ class Watch:
 
     def _state(self) -> str:
         """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
+        if not self.folder.is_dir():
+            return "unknown"
         if self.attempt:
             state = state_of(self.attempt)
             if state in ("unfinished", GOES_ON) and is_left(self.folder):

@@ -60,13 +60,15 @@ def given(workplace, monkeypatch):
     jobs = []
 
     class Agent:
+        ends = Outcome(0)
+
         def __init__(self, job, fit, prepare):
             self.job, self.prepare = job, prepare
 
         def run(self, number):
             self.number = number
             jobs.append(self)
-            return Outcome(0)
+            return self.ends
 
     monkeypatch.setattr(cli, "Agent", Agent)
     return jobs
@@ -80,7 +82,7 @@ def start(given, workplace):
         result = CliRunner().invoke(cli.agent, words)
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == given[-1].ends.code, result.output
         given[-1].output = result.output
         return given[-1]
 
@@ -181,6 +183,11 @@ def test_the_first_host_of_the_newest_attempt_leaves_numbers_and_a_loss_curve(
     capsys.readouterr()
     start("--steps", "3", host="a")
     assert not (run_dir / "loss.png").exists(), "one host is enough"
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.Agent, "ends", Outcome(143))
+        said = start("--steps", "4").output
+    assert f"Checkpoint of step 3: {run_dir}/checkpoint/iteration_00000003" in said, "it named neither"
+    assert "Go on with: tc3 agent mini/toy.yaml --nodes hosts.txt --spares 1 --resume auto --steps 4" in said
     said = start("--steps", "3").output
     assert f"follow the run with: tc3 runs watch {run_dir}" in said
     assert (run_dir / "loss.png").exists() and "training loss: 5.0000 -> 3.0000" in said

@@ -202,14 +202,6 @@ def test_a_background_save_of_several_cpu_workers_is_refused(workers, refused):
     assert ("checkpoint.async_save" in findings(recipe)) is refused
 
 
-@pytest.mark.parametrize(("workers", "mode", "refused"), [(1, 0, True), (2, 0, False), (1, 1, False)])
-def test_a_cpu_worker_alone_in_a_group_is_refused(workers, mode, refused):
-    """set_cpu_affinity of MindSpore divides by the 0 ranks that such a worker counts on its host."""
-    sizes = ((("use_parallel",), True), (("parallel", "parallel_mode"), mode), ((*PARALLEL, "data_parallel"), workers))
-    found = findings(change(MINI, *sizes)).get("use_parallel")
-    assert (found is not None) is refused and (found is None or found.right == "write use_parallel: False")
-
-
 _OPTIMIZER = ("parallel", "parallel_optimizer_config")
 
 

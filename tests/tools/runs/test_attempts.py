@@ -316,6 +316,19 @@ def test_a_run_whose_losses_are_missing_is_not_said_to_have_made_no_step(tmp_pat
     assert status.goodput is None and "is missing" in status.left_out
 
 
+def test_a_watch_does_not_call_a_run_running_whose_folder_is_gone(tmp_path):
+    builder = Builder(tmp_path / "run", 20)
+    builder.plan()
+    builder.train(3)
+    watch = Watch(tmp_path / "run")
+    assert watch.look().state == "running"
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    status = watch.look()
+    assert (status.state, status.over) == ("unknown", None) and "is no longer there" in status.left_out
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert watch.look().state == "running", "as after a disk that came back"
+
+
 def test_a_watch_says_which_lines_of_the_steps_it_leaves_out(tmp_path):
     """The steps of a host whose clock is years ahead were left out without a word: step 0, for ever."""
     builder = Builder(tmp_path / "run", 20)
