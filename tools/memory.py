@@ -423,8 +423,8 @@ def memory(
         print_stages(report, console)
         if explain_oom:
             print_proposals(report["proposals"], console, report["fit"] == FITS)
-            for line in error_lines(hardware) if report["proposals"] else ():
-                console.print(line, style="dim", soft_wrap=True)
+            for words in error_lines(hardware) if report["proposals"] else ():
+                console.print(words, style="dim", soft_wrap=True)
     sys.exit(0 if report["fit"] == FITS else 1)
 
 
