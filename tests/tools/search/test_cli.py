@@ -134,6 +134,10 @@ def test_the_help_names_them(command):
     assert "examples" in run(command, "--help").stdout
 
 
+def test_the_usage_of_the_command_for_recipes_has_no_gap():
+    assert "Usage: search [OPTIONS] RECIPE" in CliRunner().invoke(search, ["x.yaml", "--efort", "3"]).output
+
+
 LARGE = os.path.abspath("recipes/telechat3_438b/pretrain_4k.yaml")
 
 
