@@ -27,6 +27,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from plugins.attention_balance.plan import COST, KEY, recomputed_share
@@ -51,6 +52,7 @@ from tools.layout.offsets import (
     even_values,
     file_values,
     inputs_of,
+    layout_at,
     path_of,
     put,
     read_layout,
@@ -137,12 +139,12 @@ def make_layout(
     budget: Budget,
     seed: int = 0,
     margin: float | None = None,
-    before: LayoutFile | None = None,
+    path: Path | None = None,
 ) -> LayoutFile:
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
     read. The memory limit is reduced by `margin`, whose default is the known error of the memory model. The function
-    returns `before`, a layout that an earlier search found, if `before` is for the same run and cluster, fits into the
-    memory limit, and is faster.
+    returns the layout in the layout file `path` if this layout is for the same run and cluster, fits into the memory
+    limit, and is faster.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -164,6 +166,7 @@ def make_layout(
 
     times = TimeModel(hardware)
     found = place(base, times, room.bytes, budget, seed)
+    before = layout_at(path) if path else None  # now, because another search may have written it meanwhile
     if before and before.cluster == cluster and _seconds(even, before, times, room) < found.step_s * (1 - _LESS):
         return before
     if found.configuration is None:

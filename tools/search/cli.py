@@ -99,11 +99,10 @@ def layout(
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
     check_writable(path)
-    before = layout_at(path)
     budget = Budget(effort_within(effort, EFFORT, time_limit), time_limit)
     with interruptible(budget), Progressing(f"searching for a layout, effort {budget.effort:g}"):
         try:
-            found = make_layout(loaded, cluster, budget, seed, memory_margin, before)
+            found = make_layout(loaded, cluster, budget, seed, memory_margin, path)
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
@@ -111,7 +110,7 @@ def layout(
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     words += ["--seed", str(seed)] if seed else []
     words += [word for item in overrides for word in ("--set", item)]
-    if found is not before:
+    if not (kept := found == layout_at(path)):
         write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
     text = layout_text(loaded, found)
     hardware = find_cluster(cluster)
@@ -121,8 +120,7 @@ def layout(
         click.echo(json.dumps({**asdict(found), **more}))
     else:
         _print(found, text, hardware)
-    kept = "kept, because this search found no faster layout" if found is before else "written"
-    click.echo(f"{kept}: {path}", err=True)
+    click.echo(f"{'kept, because this search found no faster layout' if kept else 'written'}: {path}", err=True)
     if real_path(path) != real_path(own):
         click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
     elif look(loaded, OFFSET) != AUTO:

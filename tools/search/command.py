@@ -40,10 +40,19 @@ _RESERVE = 10.0  # seconds of the time limit for pictures and files
 _WIDTH = 200  # of tables in a file or pipe
 
 
+class _NoName(click.Context):
+    @property
+    def command_path(self) -> str:
+        """Return the path of the command group, because the command has no name of its own."""
+        return super().command_path.rstrip()
+
+
 class OfGroup(click.Command):
     """An `OfGroup` is a command (of the library `click`) that prints the help of its command group instead of its own
     help.
     """
+
+    context_class = _NoName
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help of the command group instead of the help of this command."""

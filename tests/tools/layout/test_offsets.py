@@ -3,7 +3,6 @@
 import copy
 import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import yaml
@@ -54,19 +53,21 @@ def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
     assert resolve(resolved, said.append) == resolved and len(said) == 1, "resolved is resolved"
 
 
-def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch):
+def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_path):
     """With less effort, or after Ctrl-C, a slower layout took its place."""
-    step = 1.01 * made.predicted["step_s"]
-    monkeypatch.setattr(
-        "tools.layout.place.place", lambda config, *_: Placement(config, step, step, (GIB,) * config.pp)
-    )
-    again = partial(make_layout, load_recipe(LARGE), "atlas_800t_a2", Budget(1))
-    assert again(before=made) is made
-    assert again(before=made, margin=0.6) is not made  # it does not fit into so little memory
+    step, path = 1.01 * made.predicted["step_s"], tmp_path / "recipe.layout.yaml"
+    monkeypatch.setattr("tools.layout.place.place", lambda config, *_: Placement(config, step, step, (GIB,) * 8))
+
+    def again(before, **more):
+        write_layout(before, path, "a test")
+        return make_layout(load_recipe(LARGE), "atlas_800t_a2", Budget(1), path=path, **more)
+
+    assert again(made) == made
+    assert again(made, margin=0.6) != made  # it does not fit into so little memory
     for other in (replace(made, cluster="h100"), replace(made, digest="0" * 16), replace(made, offset=[[0]])):
-        assert again(before=other).predicted["step_s"] == pytest.approx(step, abs=1e-4)
+        assert again(other).predicted["step_s"] == pytest.approx(step, abs=1e-4)
     step *= 0.9
-    assert again(before=made) is not made
+    assert again(made) != made
 
 
 def test_every_way_to_a_recipe_sees_the_same(made, tmp_path):

@@ -134,6 +134,10 @@ def test_the_help_names_them(command):
     assert "examples" in run(command, "--help").stdout
 
 
+def test_the_usage_of_the_command_for_recipes_has_no_gap():
+    assert "Usage: search [OPTIONS] RECIPE" in CliRunner().invoke(search, ["x.yaml", "--efort", "3"]).output
+
+
 LARGE = os.path.abspath("recipes/telechat3_438b/pretrain_4k.yaml")
 
 
@@ -204,7 +208,7 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, 
     assert run_layout(recipe, "--effort", "1", "--out", mine, "--force").exit_code == 0
     again = run_layout(recipe, "--effort", "1", "--out", mine)
     assert again.exit_code == 0 and "a launch reads only " in again.stderr and "once its" not in again.stderr
-    monkeypatch.setattr("tools.search.cli.make_layout", lambda *given: given[-1])  # the layout of before
+    monkeypatch.setattr("tools.search.cli.make_layout", lambda *given: read_layout(given[-1]))
     written = mine.read_bytes()
     assert f"kept, because this search found no faster layout: {mine}" in run_layout(recipe, "--out", mine).stderr
     assert mine.read_bytes() == written

@@ -38,7 +38,7 @@ from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking import workers
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
-from tools.search.ranking.run import ByStages, Found, add_loads, entry_of
+from tools.search.ranking.run import ByStages, Found, entry_of
 from tools.search.ranking.uneven import Uneven, in_order, renumbered, under
 from tools.search.ranking.uneven import words as uneven_words
 from tools.search.report import placed_words, reasons, stage_rows, why_faster
@@ -461,22 +461,6 @@ def test_a_recipe_for_other_devices_does_not_stand_before_the_layouts(changed):
     rows = in_order([uneven("1", 10.0, 14.0, 0), uneven("recipe", 3.0, 4.0, 0)])
     told = "\n".join(reasons(Found(SimpleNamespace(changed=changed), None, uneven=rows)))
     assert ("the recipe's own layout is better than all of them" in told) is not changed
-
-
-@pytest.mark.parametrize("margin", [0.0, 0.99])
-def test_the_recipes_own_layout_is_written_if_it_is_the_first_under_loads(margin):
-    """It was only told: a second search of the recipe that a first one wrote could write a slower layout."""
-    asked = request(4, 8, ["pp=1"])
-    base = replace(asked.base, dp=4, ep=2, micro_batches=2, sequence_parallel=False)
-    asked, times = replace(asked, base=base, margin=margin), TimeModel(asked.hardware)
-    own, full = entry_of(base, times, "recipe"), replace(base.recompute, full=base.layers)
-    other = replace(entry_of(replace(base, recompute=full), times), seconds=0.9 * own.seconds)
-    found = Found(asked, None, entries=[other], own=own, own_mesh=other)
-    add_loads(found, "1.3", times, lambda *_: None, {"gpipe": replace(own, seconds=1.0)})
-    assert (found.best.config.recompute == base.recompute) is (margin == 0.0)
-    names = [one.name for one in found.uneven]
-    assert names == (["2", "gpipe", "recipe", "1"] if margin == 0.0 else ["gpipe", "recipe", "1"])
-    assert found.entries == sorted(found.entries, key=lambda entry: entry.seconds)
 
 
 def test_a_layout_that_a_dry_run_dropped_leaves_the_table_under_loads():

@@ -16,7 +16,7 @@ from tools.model import pattern_of
 from tools.search.candidates import candidate_of
 from tools.search.ranking import run, workers
 from tools.search.ranking.rank import explain_infeasible, rank
-from tools.search.ranking.run import search_under
+from tools.search.ranking.run import Found, add_loads, entry_of, search_under
 from tools.search.ranking.uneven import lowered
 from tools.search.ranking.workers import place_all, screen_one
 from tools.search.report import more_stages, reasons, stage_rows, table_rows
@@ -80,6 +80,22 @@ def test_a_search_gives_up_nothing_of_the_recipe_that_it_reads(stand_in_placemen
         replace(asked, schedule="gpipe"),  # that is another run
     ):
         assert searched(other, 1.0).entries[0].config.recompute != own.recompute
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.99])
+def test_the_recipes_own_layout_is_written_if_it_is_the_first_under_loads(margin):
+    """It was only told: a second search of the recipe that a first one wrote could write a slower layout."""
+    asked = request(4, 8, ["pp=1"])
+    base = replace(asked.base, dp=4, ep=2, micro_batches=2, sequence_parallel=False)
+    asked, times = replace(asked, base=base, margin=margin), TimeModel(asked.hardware)
+    own, full = entry_of(base, times, "recipe"), replace(base.recompute, full=base.layers)
+    other = replace(entry_of(replace(base, recompute=full), times), seconds=0.9 * own.seconds)
+    found = Found(asked, None, entries=[other], own=own, own_mesh=other)
+    add_loads(found, "1.3", times, lambda *_: None, {"gpipe": replace(own, seconds=1.0)})
+    assert (found.best.config.recompute == base.recompute) is (margin == 0.0)
+    names = [one.name for one in found.uneven]
+    assert names == (["2", "gpipe", "recipe", "1"] if margin == 0.0 else ["gpipe", "recipe", "1"])
+    assert found.entries == sorted(found.entries, key=lambda entry: entry.seconds)
 
 
 def test_ctrl_c_leaves_what_fits_only_because_layers_moved(monkeypatch):
