@@ -52,6 +52,7 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
         _sequence(view, built, found)
     _callbacks(view, built, found)
     _trainer(view, found)
+    _by_token(view, built, found)
     if view.get(("optimizer", "type")) == "Muon":
         check_muon(view, built, found)
     if view.get(("optimizer", "type")) == "PmaAdamW":
@@ -332,17 +333,16 @@ def _trainer(view: View, found: Findings) -> None:
         if value is not None and value != view.get(tuple(owner.split("."))):
             wrong, right = f"MindFormers overwrites this key with {owner}", f"write {owner}"
             found.error(("train_dataset", key), wrong, right, rule="dataset_overwritten")
-    _by_token(view, found)
     _background_save(view, found)
     sink = view.flag((*RUNNER, "sink_mode"), True)
     level = view.get(("context", "dataset_broadcast_opt_level"))
     interleaved, sliced = ("micro_batch_interleave_num",), ("recompute_config", "recompute_slice_activation")
     unsupported = "MindFormers does not support this setting in graph mode"
-    if not view.flag(("use_legacy",), True) and view.number(interleaved, 1) > 1:
-        found.error(interleaved, unsupported, "write 1", rule="micro_interleave")
     if view.flag(("use_legacy",), True):
         wrong = "MindFormers' default is the legacy models, among which there is no TeleChat3"
         found.error(("use_legacy",), wrong, "write use_legacy: False")
+    elif view.number(interleaved, 1) > 1:
+        found.error(interleaved, unsupported, "write 1", rule="micro_interleave")
     if view.flag(sliced):
         found.error(sliced, unsupported, "write False", rule="slice_activation")
     if type(level) is int and level > 0 and not sink:
@@ -357,18 +357,22 @@ def _trainer(view: View, found: Findings) -> None:
             found.error(("context",), wrong, "write dataset_broadcast_opt_level: 3", rule="broadcast_level")
 
 
-def _by_token(view: View, found: Findings) -> None:
+def _by_token(view: View, built: Built, found: Findings) -> None:
     """Check `calculate_per_token_loss`, with which a step's loss is divided by its tokens. MindFormers' cells that add
     up the results of micro-batches return at most five, and the model then has six, but five with zero_bubble_v.
     """
     chosen = view.flag((_BY_TOKEN,))
-    for section in (MODEL, ("runner_wrapper",)):
-        if view.flag((*section, _BY_TOKEN), chosen) != chosen:
+    for path in (_m(_BY_TOKEN), ("runner_wrapper", _BY_TOKEN)):
+        if view.flag(path, chosen) != chosen:
             wrong = f"the model gets the recipe's top-level {_BY_TOKEN} instead, which is {chosen}"
-            found.error((*section, _BY_TOKEN), wrong, "write this key only at the top level", rule="by_token")
-    if chosen and view.parallel and (view.accumulation > 1 or view.pp > 1) and view.scheduler != "zero_bubble_v":
+            found.error(path, wrong, "write this key only at the top level", rule="by_token")
+    several = chosen and max(view.accumulation, view.micro_batches) > 1
+    if several and view.scheduler != "zero_bubble_v":
         wrong = "MindFormers cannot add up these losses of several micro-batches, and the run ends while it compiles"
         found.error((_BY_TOKEN,), wrong, "write False", rule="by_token_summed")
+    elif several and built.number("num_moe_experts") and built.fields.get("moe_aux_loss_coeff"):
+        wrong = f"the gradient of the auxiliary loss is divided by the {view.micro_batches} micro-batches twice"
+        found.error((_BY_TOKEN,), wrong, "write False, or moe_aux_loss_coeff: 0", rule="by_token_twice")
 
 
 def _background_save(view: View, found: Findings) -> None:
