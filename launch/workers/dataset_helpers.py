@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -22,7 +23,9 @@ from plugins.errors import ClusterError
 
 def use_this_python() -> None:
     """Make MindFormers' Makefile use this Python interpreter, through environment variables of this process."""
-    os.environ["CPPFLAGS"] = f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
+    includes = (sysconfig.get_paths()["include"], pybind11.get_include())
+    # make expands what follows a dollar sign, and passes the rest to a shell
+    os.environ["CPPFLAGS"] = " ".join(shlex.quote(f"-I{folder}").replace("$", "$$") for folder in includes)
     os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
 
 

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pybind11
 import pytest
+
+from launch.workers import dataset_helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "dirname", "df", "awk", "cat", "sha256sum", "flock", "g++", "make")
@@ -138,3 +141,15 @@ def test_the_commands_are_plain_bash_and_executable():
     for name in ("launch/quickstart", "tests/run", "tests/explore"):
         path = ROOT / name
         assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize("folder", ["/opt/a checkout/include", "/opt/costs $5 (no $HOME)/include", "/opt/it's/include"])
+def test_mindformers_makefile_finds_the_headers_of_any_checkout(folder, monkeypatch):
+    """Make expands dollar signs, and the shell that it starts divides words at blanks."""
+    for name in ("CPPFLAGS", "MAKEFLAGS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(dataset_helpers.sysconfig, "get_paths", lambda: {"include": folder})
+    dataset_helpers.use_this_python()
+    rule = "all:\n\t@printf '%s\\n' $(CPPFLAGS)\n"
+    flags = subprocess.run(["make", "-f", "-"], input=rule, capture_output=True, text=True, check=True).stdout
+    assert flags.splitlines() == [f"-I{folder}", f"-I{pybind11.get_include()}"]
