@@ -194,16 +194,16 @@ _LESS = 1e-6  # relative: two layouts are equally fast
 
 
 def _seconds(even: Recipe, layout: LayoutFile, times: TimeModel, room: Room) -> float:
-    """Return the predicted seconds of a step with a layout; return infinity if the layout is not for this run, or does
-    not fit.
+    """Return the predicted seconds of a step with a layout; return infinity if the layout is not for this run, holds
+    values that are not possible, or does not fit.
     """
     laid = copy.deepcopy(even)
     try:
         put(laid, file_values(even, layout))
+        config = from_recipe(laid)
+        return times.step(config, simulated=True).total if peak_memory(config) <= room.bytes else math.inf
     except (RecipeError, *_BROKEN):
         return math.inf
-    config = from_recipe(laid)
-    return times.step(config, simulated=True).total if peak_memory(config) <= room.bytes else math.inf
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
