@@ -31,7 +31,7 @@ def test_one_worker_reaches_its_golden_numbers(whole):
     if os.environ.get("TC3_RENEW_GOLDEN"):
         golden_gate.write_golden(FILE, TINY, numbers(whole))
     golden = golden_gate.read_golden(FILE)
-    assert golden_gate.unknown(golden, ["whole"]) == golden_gate.differences(golden, numbers(whole)) == []
+    assert "whole" in golden and golden_gate.differences(golden, numbers(whole)) == []
 
 
 def test_two_workers_reach_the_same_golden_numbers(whole_dp2):

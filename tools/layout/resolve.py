@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -144,7 +145,7 @@ def make_layout(
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
     read. The memory limit is reduced by `margin`, whose default is the known error of the memory model. The function
     returns the layout in the layout file `path` if this layout is for the same run and cluster, fits into the memory
-    limit, and is faster.
+    limit, and is faster; its step time is predicted again, because the cluster's efficiencies may have changed.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -167,8 +168,13 @@ def make_layout(
     times = TimeModel(hardware)
     found = place(base, times, room.bytes, budget, seed)
     before = layout_at(path) if path else None  # now, because another search may have written it meanwhile
-    if before and before.cluster == cluster and _seconds(even, before, times, room) < found.step_s * (1 - _LESS):
-        return before
+    seconds = _seconds(even, before, times, room) if before and before.cluster == cluster else math.inf
+    if before and seconds < found.step_s * (1 - _LESS):
+        bound = min(found.bound_s, seconds) if found.configuration else 0.0
+        step, bound = round(seconds, 4), round(bound, 4)
+        if before.predicted["step_s"] == step:
+            return before
+        return replace(before, predicted={**before.predicted, "step_s": step, "bound_s": bound})  # other efficiencies
     if found.configuration is None:
         smaller = "; tc3 search layout --memory-margin takes a smaller one" if room.margin else ""
         raise NothingFits(
@@ -194,16 +200,16 @@ _LESS = 1e-6  # relative: two layouts are equally fast
 
 
 def _seconds(even: Recipe, layout: LayoutFile, times: TimeModel, room: Room) -> float:
-    """Return the predicted seconds of a step with a layout; return infinity if the layout is not for this run, or does
-    not fit.
+    """Return the predicted seconds of a step with a layout; return infinity if the layout is not for this run, holds
+    values that are not possible, or does not fit.
     """
     laid = copy.deepcopy(even)
     try:
         put(laid, file_values(even, layout))
+        config, _ = from_recipe(laid), float(layout.predicted["step_s"])
+        return times.step(config, simulated=True).total if peak_memory(config) <= room.bytes else math.inf
     except (RecipeError, *_BROKEN):
         return math.inf
-    config = from_recipe(laid)
-    return times.step(config, simulated=True).total if peak_memory(config) <= room.bytes else math.inf
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:

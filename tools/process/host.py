@@ -196,7 +196,7 @@ def _name(word: str) -> str | None:
 
 def _hint(text: str) -> str:
     """Return what a user may have meant by a line of a hosts file that is not understood; "" if nothing is known."""
-    if "[" in text and ":" not in text:
+    if re.search(r"\w\[", text) and ":" not in text:
         return f"; write one host on each line: scontrol show hostnames '{text.split()[0]}' lists them"
     if ":" in text and "%" not in text:
         return "; leave out the port, and write the number of workers after a blank"

@@ -125,7 +125,7 @@ def layout(
         click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
     elif look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
-    tell_end(found.predicted["ended_by_time_limit"], budget.stopped, "layout ")
+    tell_end(found.predicted["ended_by_time_limit"] and not kept, budget.stopped, "layout ")
 
 
 def _print(found: LayoutFile, text: str | None, hardware: Hardware) -> None:

@@ -64,8 +64,13 @@ def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_pat
 
     assert again(made) == made
     assert again(made, margin=0.6) != made  # it does not fit into so little memory
-    for other in (replace(made, cluster="h100"), replace(made, digest="0" * 16), replace(made, offset=[[0]])):
-        assert again(other).predicted["step_s"] == pytest.approx(step, abs=1e-4)
+    later = replace(made, predicted={**made.predicted, "step_s": 99.0, "bound_s": 98.0})  # by other efficiencies
+    found = again(later)
+    assert found.offset == made.offset and found.predicted["step_s"] == made.predicted["step_s"]
+    assert found.predicted["bound_s"] <= found.predicted["step_s"]
+    others = {"cluster": "h100"}, {"digest": "0" * 16}, {"offset": [[0]]}, {"recompute": "all"}, {"predicted": None}
+    for other in others:
+        assert again(replace(made, **other)).predicted["step_s"] == pytest.approx(step, abs=1e-4)
     step *= 0.9
     assert again(made) != made
 

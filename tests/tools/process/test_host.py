@@ -210,6 +210,7 @@ def test_a_hosts_file_of_a_windows_editor_with_comments_and_addresses_of_ipv6(tm
         ("node0:8", "leave out the port"),
         ("[fd00::7]:22 8", "leave out the port"),
         ("node[0-3] 8", "scontrol show hostnames 'node[0-3]'"),
+        ("[10.0.0.1]", "HOST SLOTS"),
         ("10.0.0.300", "HOST SLOTS"),
         ("fe80::1%eth0", "HOST SLOTS"),
     ],
@@ -217,8 +218,9 @@ def test_a_hosts_file_of_a_windows_editor_with_comments_and_addresses_of_ipv6(tm
 def test_a_line_that_would_name_another_host_than_its_user_meant_is_refused(tmp_path, line, hint):
     file = tmp_path / "hosts"
     file.write_text(f"node9\n{line}\n")
-    with pytest.raises(ClusterError, match=rf"hosts:2: each line must be .*{re.escape(hint)}"):
+    with pytest.raises(ClusterError, match=rf"hosts:2: each line must be .*{re.escape(hint)}") as caught:
         host.read_hosts(file)
+    assert ("scontrol" in str(caught.value)) == line.startswith("node[")
 
 
 def test_two_spellings_of_a_host_are_one_host(tmp_path):

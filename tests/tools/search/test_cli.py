@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.tools.profile.traces import Trace
 from tools.check.check import check_recipe
 from tools.estimate.memory.room import known_errors
 from tools.layout.instance import read_instance
-from tools.layout.offsets import read_layout
+from tools.layout.offsets import read_layout, write_layout
 from tools.profile.attribute import Measured, gap_advice, gap_lines, gap_lines_of_total
 from tools.search import command
 from tools.search.cli import layout, search
@@ -209,9 +210,11 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, 
     again = run_layout(recipe, "--effort", "1", "--out", mine)
     assert again.exit_code == 0 and "a launch reads only " in again.stderr and "once its" not in again.stderr
     monkeypatch.setattr("tools.search.cli.make_layout", lambda *given: read_layout(given[-1]))
-    written = mine.read_bytes()
-    assert f"kept, because this search found no faster layout: {mine}" in run_layout(recipe, "--out", mine).stderr
-    assert mine.read_bytes() == written
+    before = read_layout(mine)
+    write_layout(replace(before, predicted={**before.predicted, "ended_by_time_limit": True}), mine, "a test")
+    written, said = mine.read_bytes(), run_layout(recipe, "--out", mine).stderr
+    assert f"kept, because this search found no faster layout: {mine}" in said
+    assert mine.read_bytes() == written and "the time limit ended it" not in said, "it ended an earlier search"
 
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
