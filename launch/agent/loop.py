@@ -167,14 +167,16 @@ class Agent:
         if self.last is not None:
             self._become_fit(number)
         self.meeting.come(number)
-        until = planning.began + self.job.patience
+        until = look = planning.began + self.job.patience
         while (plan := self.meeting.plan(number, wanted)) is None:
             if read(folder_of(self.job.run_dir, number) / VERDICT, Verdict):
                 return None
-            if time.monotonic() > until:
-                if not self.meeting.is_planned(number):
+            if (now := time.monotonic()) > look:
+                look = now + self.job.lost_after
+                if self.meeting.is_planned(number):
+                    until = now + self.job.patience  # also for another plan, if this agent dies
+                elif now > until:
                     raise self._too_few(number)
-                until += self.job.lost_after
             self._sleep(POLL)
         return plan
 
@@ -183,9 +185,10 @@ class Agent:
         there = self.meeting.there(number)
         self.meeting.gone(number)
         missing = shorten(host for host in self.job.hosts if host not in there)
+        where = f"; start tc3 agent, with this run folder ({self.job.run_dir}), on {missing}" if missing else ""
         return TC3Error(
             f"attempt {number} cannot start: only {shorten(there) or 'nobody'} joined within {self.job.patience:g} s, "
-            f"but the run needs more nodes; start tc3 agent, with this run folder ({self.job.run_dir}), on {missing}"
+            f"but the run needs more nodes{where}"
         )
 
     @contextmanager

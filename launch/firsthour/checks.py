@@ -265,6 +265,9 @@ def _kept(state: Path, check: HourCheck) -> Outcome | None:
     return found if found.bears else None
 
 
+_BEFORE = "ladder.json"  # in place of state.json, in a folder of an older version
+
+
 def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     """Make the folder for the outcomes of all checks, or make sure that an existing folder belongs to the same recipe
     and software.
@@ -277,8 +280,9 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
         DataError: the folder holds the outcomes of another recipe, or of other software, or files of something else.
     """
     path = state / "state.json"
-    names = sorted(each.name for each in state.iterdir()) if state.is_dir() and not path.is_file() else []
-    if foreign := [name for name in names if becomes(name) not in (LOCK, path.name)]:
+    names = sorted(each.name for each in state.iterdir()) if state.is_dir() else []
+    foreign = [name for name in names if becomes(name) not in (LOCK, path.name)]
+    if foreign and path.name not in names and _BEFORE not in names:
         raise DataError(
             f"--work {state}: this folder holds {foreign[0]} and no results of tc3 firsthour, which would replace "
             "files in it; choose another --work"

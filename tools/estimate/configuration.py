@@ -166,6 +166,11 @@ class Configuration:
                 f"dp {self.dp} tp {self.tp} pp {self.pp} cp {self.cp} ep {self.ep}, micro-batches of {self.batch} x "
                 f"{self.micro_batches}: each number must be at least 1, and ep must divide dp x tp x cp"
             )
+        if self.expert_tp and self.model.experts and ranks % (self.ep * self.tp):
+            raise RecipeError(
+                f"dp {self.dp} tp {self.tp} cp {self.cp} ep {self.ep}: if tensor parallelism also cuts the experts "
+                "(expert_tp), ep x tp must divide dp x tp x cp"
+            )
         if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
             raise RecipeError(
                 f"layers {self.layers}: the table of layers by chunk and stage must have {self.pp} stages in each "

@@ -153,8 +153,8 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
     because ssh and msrun take none, and names lose a dot at their end.
 
     Raises:
-        ClusterError: the file cannot be read, names no host, names a host twice, or gives hosts unequal numbers of
-            slots.
+        ClusterError: the file cannot be read, names no host, names a host twice, gives hosts unequal numbers of slots,
+            or lists `localhost` or a loopback address beside other hosts.
     """
     seen: dict[str, int] = {}
     hosts: list[str] = []
@@ -181,6 +181,11 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
         hosts.append(host)
     if not hosts:
         raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
+    if len(hosts) > 1 and (own := next(filter(_is_each_node, hosts), None)):
+        raise ClusterError(
+            f"{path}:{seen[usual_form(own)]}: {own} means each node itself; if a file lists several hosts, write the "
+            "name or the address by which the others reach this host"
+        )
     return hosts, slots
 
 
@@ -194,6 +199,12 @@ def _name(word: str) -> str | None:
         return None
 
 
+def _is_each_node(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host.lower() == "localhost"
+
+
 def _hint(text: str) -> str:
     """Return what a user may have meant by a line of a hosts file that is not understood; "" if nothing is known."""
     if re.search(r"\w\[", text) and ":" not in text:
@@ -205,9 +216,9 @@ def _hint(text: str) -> str:
 
 def usual_form(host: str) -> str:
     """Return a host's name or address in a form that is equal for all spellings of it: with small letters, without
-    brackets, and an IPv6 address in its shortest form.
+    brackets or a dot at its end, and an IPv6 address in its shortest form.
     """
-    text = host.strip("[]").lower()
+    text = host.strip("[]").lower().removesuffix(".")
     try:
         return str(ip_address(text))
     except ValueError:

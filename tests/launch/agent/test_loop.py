@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launch.agent import loop, part
+from launch.agent import loop, part, planning
 from launch.agent.decide import Rules, Smaller
 from launch.agent.lookout import stopped_worker
 from launch.agent.loop import Agent
@@ -230,6 +230,29 @@ def test_who_waits_for_a_plan_that_takes_long_does_not_give_up(tmp_path):
         outcomes = [pool.submit(agent.run, 0) for agent in agents]
         said = sorted(str(each.exception() or each.result().failure.message) for each in outcomes)
     assert said == ["no checkpoint is whole"] * 2
+
+
+@pytest.mark.parametrize("there", [["here"], ["here", "spare"]])
+def test_who_waited_for_a_planner_that_died_waits_for_another_plan(tmp_path, monkeypatch, there):
+    """The planner died after the others' patience; they gave up at its death, although one of them took over."""
+    clock, planned = SimpleNamespace(now=0.0), [math.inf]
+    for module in (loop, planning):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    agent = Agent(replace(job(tmp_path, 0), hosts=("here", "spare"), nodes=2, patience=600.0))
+    plan = Plan(0, 1.0, ["here", "spare"], 2, "here", 9000)
+    agent.meeting = SimpleNamespace(
+        come=lambda number: None,
+        gone=lambda number: None,
+        there=lambda number: there,
+        plan=lambda number, wanted: plan if clock.now > planned[0] else None,
+        is_planned=lambda number: clock.now < 900.0,
+    )
+    agent._sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    with pytest.raises(TC3Error, match="but the run needs more nodes") as error:
+        agent._planned(0)
+    assert 1300.0 < clock.now < 1700.0 and (" on spare" in str(error.value)) is ("spare" not in there)
+    clock.now, planned[0] = 0.0, 1200.0
+    assert agent._planned(0) is plan
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

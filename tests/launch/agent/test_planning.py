@@ -1,5 +1,6 @@
 """These tests check which hosts take part in the next attempt."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,8 +59,11 @@ plugins: {spike_guard: {}}
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A guarded run on hosts a and b, of 8 samples a step: `agent(host)`, `plan(agent, n)`, `save(plan, step)`."""
+def run(tmp_path, monkeypatch):
+    """A guarded run on hosts a and b, of 8 samples a step: `agent(host)`, `plan(agent, n)`, `save(plan, step)`. Nothing
+    waits until it is on the disk, because processes die in these tests, but no power is cut.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     class Run:
         folder, saves = tmp_path / "run", tmp_path / "run" / "checkpoint"

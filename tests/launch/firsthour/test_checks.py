@@ -167,6 +167,17 @@ def test_the_folder_of_another_first_hour_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
+def test_a_folder_of_something_else_is_refused_and_one_of_an_older_first_hour_is_not(tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / "small.yaml").touch()
+    for again in (False, True):
+        with pytest.raises(DataError, match=r"this folder holds small\.yaml and no results of tc3 firsthour"):
+            own_state(tmp_path, {"recipe": "a"}, again)
+    (tmp_path / "ladder.json").write_text('{"recipe": "b"}')
+    own_state(tmp_path, {"recipe": "a"}, again=False)
+    assert json.loads((tmp_path / "state.json").read_text()) == {"recipe": "a"}
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"), [(ClusterError("no node answers: start one"), ""), (OSError(5, "x"), True)]
 )

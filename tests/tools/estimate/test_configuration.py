@@ -184,6 +184,7 @@ PLAIN, FOUR = configuration(1), configuration(4)
         ({"layers": ((PLAIN.model.layers + 1,),)}, "layers in all"),
         ({"layers": ((PLAIN.model.layers, 0),)}, "1 stages in each chunk"),
         ({"ep": 2 * PLAIN.dp * PLAIN.tp * PLAIN.cp}, "ep must divide"),
+        ({"expert_tp": True, "tp": 2, "dp": 2, "cp": 1, "ep": 4}, "ep x tp must divide"),
         ({"micro_batches": 0}, "at least 1"),
     ],
 )

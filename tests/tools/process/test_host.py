@@ -223,9 +223,24 @@ def test_a_line_that_would_name_another_host_than_its_user_meant_is_refused(tmp_
     assert ("scontrol" in str(caught.value)) == line.startswith("node[")
 
 
+@pytest.mark.parametrize("name", ["localhost", "LocalHost.", "127.0.0.1", "127.0.0.2", "::1", "[::1]"])
+def test_a_name_that_each_node_has_is_refused_beside_other_hosts(tmp_path, name):
+    """Each agent of such a file took itself for this host, and workers looked for their scheduler on their own node."""
+    file = tmp_path / "hosts"
+    file.write_text(f"{name} 4\n")
+    assert host.read_hosts(file)[1] == 4, "one host may be called so"
+    for others in ("", "localhost.cluster\n", "1\n"):
+        file.write_text(f"node9\n{others}{name}\n")
+        with pytest.raises(ClusterError, match=rf"hosts:{3 if others else 2}: .* means each node itself; "):
+            host.read_hosts(file)
+    file.write_text("node9\nlocalhost.cluster\n1\n128.0.0.1\n")
+    assert len(host.read_hosts(file)[0]) == 4
+
+
 def test_two_spellings_of_a_host_are_one_host(tmp_path):
     file = tmp_path / "hosts"
     for first, second in (("Node0.", "node0"), ("[fd00:0::7]", "fd00::7")):
         file.write_text(f"{first}\n{second}\n")
         with pytest.raises(ClusterError, match=r"hosts:2: .*is already named in line 1"):
             host.read_hosts(file)
+        assert host.usual_form(first) == host.usual_form(second)
