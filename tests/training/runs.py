@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tools.accuracy.equivalence.golden_gate import step_numbers
 from tools.checkpoint.scan import iteration
-from tools.runs.readings import read_metrics
+from tools.runs.readings import Follower, Readings
 from tools.weights.inventory import compare
 from tools.weights.source import open_source
 
@@ -67,7 +67,10 @@ def train(recipe, run_dir, corpus, *more, expect=0, within=800, **environment):
 
 def steps(run_dir, rank=0):
     """step -> record, as the run wrote it; a resumed part replaces what it repeats."""
-    return read_metrics(Path(run_dir) / "metrics" / f"rank_{rank}.jsonl").steps
+    readings = Readings()
+    for record in Follower(Path(run_dir) / "metrics" / f"rank_{rank}.jsonl").records():
+        readings.add(record)  # with the digests of its samples, which `read_metrics` leaves out
+    return readings.steps
 
 
 def numbers(run_dir):

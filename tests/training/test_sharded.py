@@ -153,7 +153,7 @@ def test_the_collectives_of_a_run_are_those_of_its_dry_run(workers, forks, corpu
     file.write_text(json.dumps(record))
     with forked_compiles(forks, tmp_path / "cache"):
         verdict = compare_run(run_dir)
-    one, other = (rank.differences for rank in verdict.ranks)
+    one, other = (rank["differences"] for rank in verdict.ranks)
     assert verdict.word == DIFFERS and one == [] and len(other) == 1
     assert other[0].startswith(f"reported, not executed: {lost[0]} of "), other
 

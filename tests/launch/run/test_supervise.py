@@ -270,7 +270,8 @@ def test_children_of_ours_that_have_nothing_to_do_with_the_run_live_on(tmp_path)
 def supervisor(run_dir, *actions):
     """`supervise` in a process of its own, which exits with the outcome's code."""
     source = (
-        "import json, os, sys; from pathlib import Path; from launch.run.supervise import supervise\n"
+        "import json, os, signal, sys; from pathlib import Path; from launch.run.supervise import supervise\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup tests/run` ignores it, and children inherit that\n"
         "command, run_dir = json.loads(sys.argv[1]), Path(sys.argv[2])\n"
         "sys.exit(supervise(command, os.environ, run_dir, int(sys.argv[3])).code)"
     )
