@@ -393,9 +393,9 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
     wrong = [f"{name} {list(shape)}" for name, shape in adapters.items() if known and wanted.get(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"checkpoint.load_path: {folder}: the weights have LoRA adapters that do not fit {LORA} of this recipe, so "
-            f"the run would begin without them: {_listed(wrong)}; write {LORA} as in the recipe that trained them, or "
-            f"merge the adapters ({_how_to_merge(folder)}) and start the run from the folder TO"
+            f"checkpoint.load_path: {folder}: the LoRA adapters of these weights do not match {LORA} of this recipe, "
+            f"so the run would begin without them: {_listed(wrong)}; write {LORA} as in the recipe that trained them, "
+            f"or merge the adapters ({_how_to_merge(folder)}) and start the run from the folder TO"
         )
     if adapters and (before := recipe_of_run(folder)):
         refuse_other_scale(before, recipe, folder)

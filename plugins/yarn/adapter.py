@@ -1,4 +1,5 @@
-"""This module enables `plugins.yarn` of a recipe: MindFormers builds YaRN for a model with grouped-query attention.
+"""This module enables `plugins.yarn` of a recipe, with which MindFormers also builds YaRN's positions for a model with
+grouped-query attention.
 
 MindFormers 1.9.0 chooses the type of positions in GPTModel by name, and has no hook to replace it (nothing in the
 training graph reads its table of functions, `ROPE_FUNCTIONS` in `rope_utils.py`). Two faults of MindFormers keep

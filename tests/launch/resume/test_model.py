@@ -102,10 +102,13 @@ def test_adapters_go_on_with_the_factor_that_they_were_trained_with(tmp_path, ch
         ({"rank": 4, "alpha": 16}, r"lora\.alpha: .* alpha / rank = 3, but .* by 4; write alpha: 12, or merge"),
         (
             {"rank": 8, "alpha": 24},
-            r"load_path: .*04: the weights have LoRA adapters that do not fit .* without .* merge \S+ TO",
+            r"load_path: .*04: the LoRA adapters of these weights do not match .* without .* merge \S+ TO",
         ),
-        ({"rank": 4, "alpha": 12, "targets": ["self_attention.linear_proj"]}, "LoRA adapters that do not fit"),
-        (False, "LoRA adapters that do not fit .*lora_A"),
+        (
+            {"rank": 4, "alpha": 12, "targets": ["self_attention.linear_proj"]},
+            "LoRA adapters of these weights do not match",
+        ),
+        (False, "LoRA adapters of these weights do not match .*lora_A"),
     ],
 )
 def test_a_new_run_begins_with_trained_adapters_as_they_were_trained_or_not_at_all(tmp_path, capsys, adapters, words):

@@ -303,8 +303,8 @@ class Chances:
     @property
     def left(self) -> list[Ranked]:
         """Return the candidates that could still be faster than the best layout according to their lower bounds, the
-        smallest bound first. The result includes candidates whose layers were already placed, because another placement
-        of these layers could be faster.
+        smallest bound first. Candidates whose layers were already placed on stages stay among them, because another
+        placement of these layers could be faster.
         """
         some = [one for one in self.open if self.bound(one.candidate) < self.best]
         return sorted(some, key=lambda one: (self.bound(one.candidate), one.seconds))
