@@ -155,7 +155,7 @@ def test_a_cut_is_within_its_bounds(mode, chunks, stride, experts, shared, repla
         before, after = getattr(choice.before, name), getattr(choice.after, name)
         compute, communication = getattr(choice.compute, name), getattr(choice.communication, name)
         assert before.makespan == pytest.approx(compute + communication)
-        assert after.makespan >= max(after.busy(stream) for stream in STREAMS)
+        assert after.makespan >= (1 - 1e-12) * max(after.busy(stream) for stream in STREAMS)  # up to rounding
         assert after.makespan == pytest.approx(
             compute + getattr(choice.waited_after, name) + getattr(choice.cutting, name)
         )
