@@ -8,8 +8,10 @@ file are two operations.
 import builtins
 import io
 import os
+import pathlib
 from contextlib import contextmanager, suppress
 from itertools import count
+from types import SimpleNamespace
 
 _CHANGES = ("rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "fsync", "write")
 
@@ -72,14 +74,25 @@ def dies_at(number, error=None, meanwhile=None):
 
         return called
 
-    kept = {name: getattr(os, name) for name in (*_CHANGES, "open")}
-    opens = builtins.open, io.open
-    try:
-        for name, real in kept.items():
-            setattr(os, name, descriptor_of(real) if name == "open" else failing(name, real))
-        builtins.open = io.open = opening(opens[0])
+    functions = {name: failing(name, getattr(os, name)) for name in _CHANGES}
+    with _replaced({**functions, "open": descriptor_of(os.open)}, opening(builtins.open)):
         yield made
+
+
+@contextmanager
+def _replaced(functions, opening):
+    """Put functions in place of those of `os`, and `opening` in place of `open`."""
+    kept, opens = {name: getattr(os, name) for name in functions}, (builtins.open, io.open)
+    # the pathlib of Python 3.10 keeps the functions that it found when it was imported
+    accessor = vars(getattr(pathlib, "_normal_accessor", SimpleNamespace()))
+    try:
+        for name, function in functions.items():
+            setattr(os, name, function)
+        builtins.open = io.open = opening
+        accessor.update({name: functions[name] for name in _CHANGES if name not in ("fsync", "write")}, open=opening)
+        yield
     finally:
+        accessor.clear()
         for name, real in kept.items():
             setattr(os, name, real)
         builtins.open, io.open = opens
