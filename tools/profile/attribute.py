@@ -329,7 +329,7 @@ def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
-    for name in (head, "measured s", "gap s", "of the gap" if known else "alone"):
+    for name in (head, "measured s", "gap s", "of the gap" if known else "factor"):
         shown.add_column(name, justify="right", no_wrap=True)
     every = sum(line.gap or 0.0 for line in rows)
     for line in rows:

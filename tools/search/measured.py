@@ -339,7 +339,7 @@ def _seconds(text: str) -> float | None:
 
 def _remarks(rows: list[Line], total: float, seen: Study | None) -> list[str]:
     if seen is None:
-        return ["alone: the factor by which this term would be off if all others were right; a profile shows which is"]
+        return ["factor: what to multiply the term by if only this term is wrong; a profile shows which term is wrong"]
     found = [f"gap: {line}" for line in gap_advice(rows, total)] or ["no term is off by more than 1 % of the step"]
     if seen.measured.replayed:
         found.append(f"of matmuls, attention and other operators {seen.measured.replayed:.4g} s are recomputation")

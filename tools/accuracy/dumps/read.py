@@ -157,7 +157,9 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield a piece of each of up to four .npy files of one size; the next tuple overwrites the buffers."""
+    """Read up to four .npy files of equal size together: yield one tuple after another with the next piece of each
+    file. A tuple is valid only until the next one is read, because both are in the same memory.
+    """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]
     return zip(*(file.chunks(buffer) for file, buffer in zip(files, _own.buffers, strict=False)), strict=True)
@@ -198,7 +200,7 @@ class Entry:
 
 
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
-    """Return step -> rank -> the folder in which this rank dumped its kernels."""
+    """Return, for each step, a dict from each rank to the folder in which the rank dumped its kernels."""
     found: dict[int, dict[int, Path]] = {}
     for rank in folder.glob("rank_[0-9]*"):
         match = _KERNEL_RANK.match(rank.name)

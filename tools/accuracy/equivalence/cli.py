@@ -185,8 +185,9 @@ def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, st
 def _gate(
     matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
 ) -> tuple[list[str], list[str]]:
-    """Return the differences from the golden numbers in `file` (None: it is another recipe's), and the runs without
-    golden numbers; with `update` write the numbers instead, and return two empty lists.
+    """Return the differences from the golden numbers in `file`, and the runs for which the file has no golden numbers.
+    If the golden file is another recipe's, `file` is None. With `update` write the numbers instead, and return two
+    empty lists.
     """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL

@@ -143,8 +143,8 @@ def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterat
 
 
 def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
-    """Return the finding about a global norm, which is the loss's if clipping leaves the gradients of each group right:
-    only a factor that all gradients share is lost in clipping.
+    """Return the finding about a wrong global norm. If the clipped gradients of all groups are right, the finding names
+    the loss's gradient, because clipping hides only a factor that all gradients share.
     """
     if alike and SURE * allowed < norm.error < np.inf:
         return replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")

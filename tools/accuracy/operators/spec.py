@@ -112,8 +112,9 @@ def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]
 
 
 def kernel(name: str, *rest: Any, **settings: Any) -> Callable[..., Any]:
-    """Return a function for `Spec.call` that makes the primitive `name` of `mindspore.ops.auto_generate`, or else of
-    `mindspore.ops`, with `settings`, and calls it with the tensors and `rest`.
+    """Return a function for `Spec.call` that calls the MindSpore primitive `name`, made with `settings`, with the
+    tensors and then `rest`. The primitive is looked up in `mindspore.ops.auto_generate`, and, if it is not there, in
+    `mindspore.ops`.
     """
 
     def call(ms: Any, *tensors: Any) -> Any:

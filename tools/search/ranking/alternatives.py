@@ -37,7 +37,7 @@ ALWAYS = ("1f1b", "interleaved_1f1b")
 OTHERS = tuple(name for name in (*SCHEDULES, *PAPER_SCHEDULES) if name not in (*ALWAYS, "dual_pipe"))
 ALL = "all"
 OF_EACH = 3  # candidates of a schedule that are placed
-BOUNDED = 256  # candidates of a schedule that are bounded by whole layers
+BOUNDED = 256  # so many candidates of a schedule get the tighter bound, which does not cut layers
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,10 @@ def _scheduled(own: Request, budget: Budget, times: TimeModel, progress: Progres
 
 
 def _least(own: Request, ranking: Ranking, placed: Mapping[Ranked, Placement], best: float, times: TimeModel) -> float:
-    """Return seconds that no layout of a schedule is under, by the bounds of its candidates: of those that were placed,
-    by the optimiser; of as many others as take a few seconds, by whole layers under memory; of the rest, by their work.
-    Return 0 for schedules with pairs, for which no bound is known.
+    """Return a lower bound on the seconds of a step of every layout of a schedule: the smallest bound of its
+    candidates. The optimiser bounds the candidates that were placed; `floors` bounds `BOUNDED` others, with whole
+    layers under the memory limit; the rest are bounded by their work. Return 0 for schedules with pairs, for which no
+    bound is known.
     """
     if pairs_up(own.schedule):
         return 0.0
