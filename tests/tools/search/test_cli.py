@@ -307,10 +307,10 @@ def test_a_search_from_measured_steps_says_what_the_fit_brings():
     assert ended.exit_code == 0 and "to 3 measured steps" in ended.stderr and "% after" in ended.stderr
 
 
-def test_of_a_steps_time_alone_the_terms_stay_unknown():
+def test_of_only_a_steps_time_the_terms_stay_unknown():
     code, text = told("explain", *RUN, "--measured", "12.3")
     assert code == 0
-    assert "unknown" in text and "a profile shows which is" in text
+    assert "unknown" in text and "a profile shows which term is wrong" in text
     found = json.loads(told("explain", *RUN, "--measured", "12.3", "--json")[1])
     assert all(line["measured"] is None and line["gap"] is None for line in found["terms"])
     for line in found["terms"]:
