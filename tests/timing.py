@@ -1,8 +1,9 @@
-"""Processor time of the tests: measured by `TC3_RENEW_DURATIONS=1 tests/run`, kept in durations.json.
+"""How long the tests take: measured by `TC3_RENEW_DURATIONS=1 tests/run`, kept in durations.json.
 
-What is measured is the processor time of a test with its fixtures and all processes that it started and waited for:
-unlike seconds on the clock it hardly depends on what else the machine does. Files that take longest start first, so
-that no core waits for one file at the end, and tests/test_repository.py holds the slow tests to a budget.
+Of a slow test the processor time is measured, with its fixtures and all processes that it started and waited for:
+unlike seconds on the clock it hardly depends on what else the machine does, and tests/test_repository.py holds the slow
+tests to a budget. Of a file the seconds on the clock are measured. Files that take longest start first, so that no core
+waits for one file at the end, and files that mostly wait run beside files that compute.
 """
 
 import json
@@ -21,7 +22,7 @@ PROPERTY = "processor_seconds"
 
 
 def read():
-    """budget_seconds; slow: test function -> seconds; files: file -> seconds of all of its tests."""
+    """Return budget_seconds; slow: test function -> processor seconds; files: file -> seconds on the clock."""
     return json.loads(FILE.read_text())
 
 
@@ -31,7 +32,7 @@ def function_of(nodeid):
 
 
 def longest_first(items):
-    """Sort tests by their file's processor time; the tests of a file, and files of one time, stay in their order."""
+    """Sort tests by their file's seconds; the tests of a file, and files of one time, stay in their order."""
     seconds = read()["files"]
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
@@ -68,11 +69,9 @@ class Recorder:
         yield
 
     def pytest_runtest_logreport(self, report):
-        if report.when == "teardown":
-            seconds = dict(report.user_properties).get(PROPERTY, 0.0)
-            self.files[report.nodeid.partition("::")[0]] += seconds
-            if "slow" in report.keywords:
-                self.slow[function_of(report.nodeid)] += seconds
+        self.files[report.nodeid.partition("::")[0]] += report.duration
+        if report.when == "teardown" and "slow" in report.keywords:
+            self.slow[function_of(report.nodeid)] += dict(report.user_properties).get(PROPERTY, 0.0)
 
     def pytest_sessionfinish(self, session, exitstatus):
         """Write what was measured over what was there: of tests that did not run, the old seconds stay."""

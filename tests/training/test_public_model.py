@@ -117,9 +117,8 @@ def test_from_public_weights_to_served_weights(workers, corpus, tmp_path):
 
 TRAINED = 4  # steps
 LAYOUTS = {
-    "tp2": {"model_parallel": 2, "use_seq_parallel": True},
     "cp2": {"context_parallel": 2},
-    "pp2": {"pipeline_stage": 2, "micro_batch_num": 2},
+    "tp2_pp2": {"model_parallel": 2, "use_seq_parallel": True, "pipeline_stage": 2, "micro_batch_num": 2},
 }
 # relative; seen: 4e-6, 1.1e-5 and, with context parallelism, 1.2e-4. One unit in the last place of the weights moves
 # these moments by 4.5e-5
@@ -160,7 +159,8 @@ def one_process(corpus, tmp_path_factory):
 def test_layouts_train_the_converted_weights_as_one_process_does(layout, one_process, workers, corpus, tmp_path):
     recipe = sharded_recipe(tmp_path / "recipe", one_process / "weights", **LAYOUTS[layout])
     forked.train(workers, recipe, tmp_path / "run", corpus)
-    last = LAYOUTS[layout].get("pipeline_stage", 1) - 1  # the last stage knows the loss
+    degrees = LAYOUTS[layout].get("model_parallel", 1), LAYOUTS[layout].get("pipeline_stage", 1)
+    last = degrees[0] * degrees[1] - 1  # the last stage knows the loss
     expected, found = runs.steps(one_process / "run"), runs.steps(tmp_path / "run", last)
     assert sorted(found) == sorted(expected) == list(range(1, TRAINED + 1))
     for step, record in found.items():
