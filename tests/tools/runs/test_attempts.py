@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from tools.measured import CLUSTER, FORMAT, Manifest, recipe_digest, software, w
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs import attempts
+from tools.runs import attempts, cli
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
@@ -383,3 +384,36 @@ def test_a_run_that_went_on_with_fewer_ranks_misses_no_probes(tmp_path, newest):
     recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 8}}
     for mode in (0, 1):  # data parallelism compares all ranks, also those of the past
         assert slow_of(tmp_path, Recipe(recipe | {"parallel": {"parallel_mode": mode}})).unknown == []
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_run_that_was_removed_is_not_watched_for_ever(tmp_path, monkeypatch, comes_back):
+    """Nor does the watch make its folder again, in which a new run would be refused because it holds a strange file."""
+    folder, clock = tmp_path / "run", SimpleNamespace(now=0.0)
+    builder = Builder(folder, 7)
+    builder.plan()
+    builder.train(6)
+
+    def sleep(seconds):
+        clock.now += 50.0
+        if clock.now == 50.0:
+            folder.rename(tmp_path / "moved")
+        elif comes_back and clock.now == 150.0:
+            (tmp_path / "moved").rename(folder)
+        elif clock.now == 450.0:
+            builder.train(1)
+            builder.done()
+        assert clock.now < 999.0
+
+    def write(status):
+        folder.mkdir(exist_ok=True)
+        (folder / "status.prom").touch()
+
+    monkeypatch.setattr(cli, "Exporter", lambda path: SimpleNamespace(write=write))
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    result = CliRunner().invoke(runs, ["watch", str(folder), "--prometheus", str(folder / "status.prom")])
+    if comes_back:
+        assert (result.exit_code, clock.now) == (0, 450.0), result.output
+    else:
+        words = f"{folder}: the run was removed, or its disk is gone: for 2 min this folder has held no file"
+        assert words in str(result.exception) and clock.now == 150.0 and not folder.exists()
