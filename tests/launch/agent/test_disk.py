@@ -7,14 +7,21 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import launch.agent.disk
+from launch.agent import planning
 from launch.agent.disk import Disk, LostDiskError
+from launch.agent.loop import Agent
+from launch.agent.planning import Job
+from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
+from tools.recipe.load import load_recipe
 
 ROUNDS, WRITERS, READS = 60, 6, 200
 WRITER = """
@@ -158,8 +165,10 @@ def test_on_a_full_disk_a_beat_still_shows_life(tmp_path, monkeypatch):
     disk.replace(tmp_path / "beat", "still alive")
     after = disk.read(tmp_path / "beat")
     assert after.text == "alive" and after.mark != before.mark
-    with pytest.raises(LostDiskError, match="No space left"):
-        disk.replace(tmp_path / "new", "x")
+    for write in (disk.replace, disk.publish):
+        with pytest.raises(LostDiskError, match="No space left"):
+            write(tmp_path / "new", "x")
+    assert os.listdir(tmp_path) == ["beat"], "a part stayed behind"
 
 
 def test_a_lost_answer_does_not_make_two_winners_or_none(tmp_path, monkeypatch):
@@ -212,3 +221,26 @@ def test_a_run_that_filled_its_disk_still_says_how_it_ended(tmp_path):
         Disk(LONG).keep_room(tmp_path / "later")  # where there is little left, there is none to keep
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_planner_whose_disk_of_checkpoints_hangs_ends_and_no_longer_seems_to_plan(tmp_path):
+    """It gave signs of life for ever, so that all others waited for its plan."""
+    os.mkfifo(tmp_path / "pipe")  # opening it does not return until somebody writes
+    both = {"hosts": ("here", "there"), "nodes": 2, "patience": 1.0, "lost_after": 0.5}
+    choose = (tmp_path / "pipe").read_text
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
+    recipe["checkpoint"] = {"save_path": str(tmp_path / "checkpoint")}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [Job(recipe, tmp_path, host, choose=choose, watchful=True, **both) for host in both["hosts"]]
+            outcomes = [pool.submit(Agent(job).run, 0) for job in jobs]
+            said = sorted(str(each.exception() or each.result().failure.message) for each in outcomes)
+        beats = list((tmp_path / "attempts/0000").glob("beat-*"))
+        before = [beat.stat().st_mtime_ns for beat in beats]
+        time.sleep(1.5 * planning.BEAT)
+        assert beats and [beat.stat().st_mtime_ns for beat in beats] == before
+    finally:
+        with suppress(OSError):
+            os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))
+    words = f"{tmp_path}/checkpoint: the disk of the checkpoints does not respond (a read has not returned for 1 s)"
+    assert said[0] == words and said[1].startswith((words, "attempt 0 cannot start: only "))
