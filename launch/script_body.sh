@@ -67,7 +67,7 @@ lock() {
     done
     [ "$code" -eq 0 ] ||
         echo "note: $folder: this folder cannot be locked here (flock: exit code $code): start no second run in it" >&2
-    printf '%s %s' "$$" "$(uname -n)" >"$file"
+    printf '%s %s' "$$" "$(uname -n)" 2>/dev/null >"$file" || fail "$folder: nothing can be written into this folder"
     LOCKED=$folder
 }
 

@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -246,7 +246,8 @@ class Agent:
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
         def given_in_time(attempt: Attempt) -> Verdict:
-            return read_saves(self.job, partial(given, attempt))
+            with self._interruptible() if limit is None else nullcontext():
+                return read_saves(self.job, partial(given, attempt))
 
         while (found := self.meeting.verdict(plan.attempt, given_in_time)) is None:
             if limit is not None and time.monotonic() - began > limit:

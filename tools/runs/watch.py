@@ -476,7 +476,7 @@ class Watch:
                 return "unfinished"
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
-        return "done" if done else "running"
+        return "done" if done else "unfinished" if is_left(self.folder) else "running"
 
 
 def _not_finite(record: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -10,11 +11,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import launch.agent.disk
-from launch.agent import planning
+from launch.agent import loop, planning
 from launch.agent.disk import Disk, LostDiskError
 from launch.agent.loop import Agent
 from launch.agent.planning import Job
@@ -22,6 +24,7 @@ from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
 from tools.recipe.load import load_recipe
+from tools.runs.attempts import Plan
 
 ROUNDS, WRITERS, READS = 60, 6, 200
 WRITER = """
@@ -244,3 +247,15 @@ def test_a_planner_whose_disk_of_checkpoints_hangs_ends_and_no_longer_seems_to_p
             os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))
     words = f"{tmp_path}/checkpoint: the disk of the checkpoints does not respond (a read has not returned for 1 s)"
     assert said[0] == words and said[1].startswith((words, "attempt 0 cannot start: only "))
+
+
+def test_a_signal_ends_an_agent_that_hangs_while_it_reads_checkpoints_for_its_verdict(tmp_path, monkeypatch):
+    def newest_saved(saves):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(5.0)
+
+    monkeypatch.setattr(loop, "newest_saved", newest_saved)
+    agent = Agent(Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",)))
+    agent.meeting = SimpleNamespace(now=lambda: 1.0, verdict=lambda number, decide: decide(None))
+    with pytest.raises(loop.Interrupted):
+        agent._verdict(Plan(0, 1.0, ["here"], 2, "here", 9000))

@@ -7,6 +7,9 @@ A run's usual step beside the step that is predicted for a measured cluster.
 
 import json
 import math
+import os
+import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from tests.tools.runs.builders import Builder, append, empty, header, step
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
+from tools.files.locks import LOCK
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
 from tools.measured import CLUSTER, FORMAT, Manifest, recipe_digest, software, write_bundle
@@ -417,3 +421,15 @@ def test_a_run_that_was_removed_is_not_watched_for_ever(tmp_path, monkeypatch, c
     else:
         words = f"{folder}: the run was removed, or its disk is gone: for 2 min this folder has held no file"
         assert words in str(result.exception) and clock.now == 150.0 and not folder.exists()
+
+
+def test_a_launch_script_that_was_killed_is_not_said_to_be_running(tmp_path):
+    """A script writes no attempts, and the watch said `running`, and ended with 0, for ever."""
+    append(empty(tmp_path), header(10), step(1))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid, state in ((os.getpid(), "running"), (dead.pid, "unfinished")):
+        (tmp_path / LOCK).write_text(f"{pid} {socket.gethostname()}")
+        assert Watch(tmp_path).look().state == state
+    append(tmp_path / "metrics" / "rank_0.jsonl", *map(step, range(2, 11)))
+    assert Watch(tmp_path).look().state == "done"
