@@ -119,6 +119,12 @@ cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3
 [ -f "$RECIPE" ] || fail "no $RECIPE on this node: every node needs the recipe there"
 mkdir -p "$RUN_DIR" 2>/dev/null || fail "$RUN_DIR: this folder cannot be made"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
+# The first node locks for all nodes.
+LOCKED=
+if [ "$RANK" -eq 0 ]; then
+    lock "$RUN_DIR"
+    [ "${SAVE_PATH:-}" -ef "$RUN_DIR" ] || lock "${SAVE_PATH:-$RUN_DIR/checkpoint}"
+fi
 LOG_DIR=$RUN_DIR/logs/node_$RANK
 mkdir -p "$LOG_DIR"
 
@@ -133,12 +139,6 @@ if [ -n "${FUSION_FLAGS:-}" ]; then
     [ "${MS_DEV_GRAPH_KERNEL_FLAGS:-$FUSION_FLAGS}" = "$FUSION_FLAGS" ] ||
         fail "MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags than plugins.operator_fusion: unset it"
     export MS_DEV_GRAPH_KERNEL_FLAGS=$FUSION_FLAGS
-fi
-# The first node locks for all nodes.
-LOCKED=
-if [ "$RANK" -eq 0 ]; then
-    lock "$RUN_DIR"
-    [ "${SAVE_PATH:-}" -ef "$RUN_DIR" ] || lock "${SAVE_PATH:-$RUN_DIR/checkpoint}"
 fi
 # A worker ends with msrun, even when msrun is killed (launch/workers/lifetime.py).
 export TC3_SUPERVISED=1

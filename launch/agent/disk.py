@@ -83,6 +83,7 @@ class Disk:
     def __init__(self, bound: float):
         self.bound = bound
         self.name = uuid.uuid4().hex[:12]  # of this process, on all hosts
+        self.trouble = ""  # why a call does not succeed, while it is tried again
         self._parts = count()  # published so far
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._turn = threading.Lock()
@@ -251,13 +252,19 @@ class Disk:
             os.close(descriptor)
 
     def _bounded(self, path: Path, what: Callable[[], Answer], patience: float = 1.0) -> Answer:
-        until = self.ticks() + patience * self.bound
+        began = self.ticks()
+        until = began + patience * self.bound
         while True:
             try:
-                return self._ask(path, what, until)
+                answer = self._ask(path, what, until)
+                self.trouble = ""
+                return answer
             except OSError as error:
+                self.trouble = f"{path}: the shared disk cannot be used ({error.strerror or error})"
+                if isinstance(error, FileNotFoundError):
+                    until = began + self.bound  # the folder was removed: that is no busy disk
                 if self.ticks() + AGAIN > until:
-                    raise LostDiskError(f"{path}: the shared disk cannot be used ({error.strerror or error})") from None
+                    raise LostDiskError(self.trouble) from None
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:

@@ -141,8 +141,10 @@ class Agent:
         try:
             self.meeting.end(number, end)
             return self._verdict(plan, LEAVE if self.leaving else None)
-        except LostDiskError:
+        except LostDiskError as error:
             if self.outcome.code:  # that comes first
+                if self.outcome.failure and self.outcome.failure.cause != "lost disk":
+                    self.job.say(f"tc3: {error}")
                 return None
             raise
 

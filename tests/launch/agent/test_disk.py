@@ -12,15 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 import launch.agent.disk
 from launch.agent import loop, planning
 from launch.agent.disk import Disk, LostDiskError
+from launch.agent.lookout import Link, Lookout
 from launch.agent.loop import Agent
 from launch.agent.planning import Job
+from launch.run.failure import Failure
 from launch.run.msrun import ROOT
+from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
 from tools.recipe.load import load_recipe
@@ -136,11 +140,30 @@ def test_a_disk_that_is_gone_or_refuses_is_lost_in_time(tmp_path):
     folder.mkdir()
     disk.replace(folder / "beat", "alive")
     folder.rename(tmp_path / "moved")
-    for call, bound in ((disk.replace, 0.5), (disk.publish, 2.0)):
+    for call, bound in ((disk.replace, 0.5), (disk.publish, 0.5)):
         began = clock.now
         with pytest.raises(LostDiskError, match="No such file"):
             call(folder / "beat", "x")
         assert bound - 0.2 <= clock.now - began <= bound
+    around = SimpleNamespace(meeting=SimpleNamespace(disk=disk), host="a", plan=None)
+    phases = SimpleNamespace(logs=tmp_path, ranks=range(1))
+    lost = Lookout(phases, around, None, lambda: None, -1.0, Link()).tick()
+    assert lost.message == f"lost disk: {folder}/beat: the shared disk cannot be used (No such file or directory)"
+    (tmp_path / "moved").rename(folder)
+    assert disk.publish(folder / "beat2", "x") and disk.trouble == ""
+
+
+def test_a_run_whose_folder_was_removed_says_so_beside_the_failure_of_a_worker(tmp_path, monkeypatch):
+    """It named only the worker, and a log that was gone."""
+    plan, said = Plan(0, 1.0, ["here"], 2, "here", 9000), []
+    job = Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",), say=said.append)
+    agent, failure = Agent(job), Failure("worker 1 failed", tmp_path, cause="exit")
+    ended = Outcome(1, failure), SimpleNamespace(outcome="failed")
+    monkeypatch.setattr(loop, "Part", lambda *given: SimpleNamespace(run=lambda: ended))
+    monkeypatch.setattr(agent, "_planned", lambda number: plan)
+    agent.meeting = SimpleNamespace(end=mock.Mock(side_effect=LostDiskError("end.json: the disk is gone")))
+    assert agent._attempt(0) is None and agent.outcome.failure is failure
+    assert said == ["tc3: end.json: the disk is gone"]
 
 
 def test_a_disk_that_comes_back_within_the_bound_is_not_lost(tmp_path, monkeypatch):
