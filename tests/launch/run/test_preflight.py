@@ -285,7 +285,7 @@ def test_a_lock_that_cannot_be_written_names_its_folder_and_leaves_nothing(tmp_p
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(locks.os, "write", write)
-    with pytest.raises(DataError, match="new/run: .*quota exceeded"), preflight.only_run_in(tmp_path / "new" / "run"):
+    with pytest.raises(DataError, match=r"new/run: .*quota exceeded"), preflight.only_run_in(tmp_path / "new" / "run"):
         pass
     assert os.listdir(tmp_path) == []
 

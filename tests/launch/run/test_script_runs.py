@@ -306,7 +306,6 @@ def test_on_ascend_timeouts_are_long(run, tmp_path):
     assert "MS_DEV_RUNTIME_CONF=switch_inline:False" in swap and "MS_DEV_RUNTIME_CONF" not in text
 
 
-@pytest.mark.slow
 def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
     """Each wrote over the other's logs, metrics and checkpoints."""
     cpu = {"context": {"device_target": "CPU"}}
