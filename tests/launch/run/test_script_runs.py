@@ -316,20 +316,23 @@ def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
     while not (tmp_path / "record").exists():
         assert first.poll() is None, first.stderr.read()
         time.sleep(0.02)
-    busy = f"a run is in progress in this folder (pid {first.pid})"
-    code, record, err = run(two, "0")
-    assert (code, record, err) == (2, None, f"error: {own}: {busy}; choose another RUN_DIR\n")
-    code, record, err = run(one, RUN_DIR=str(tmp_path / "other"))
-    assert (code, record, err) == (2, None, f"error: {saves}: {busy}; choose another RUN_DIR\n")
-    assert not (tmp_path / "other").exists() and run(two, "1")[0] == 0
-    with pytest.raises(ClusterError, match=re.escape(busy)), only_run_in(own):
-        pass
-    first.kill()
-    code, record, err = run(one)
-    assert (code, record) == (2, None) and busy in err, "msrun still runs"
-    for pid in (int((tmp_path / "worker").read_text()), first.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    below = psutil.Process(first.pid).children(recursive=True)
+    try:
+        busy = f"a run is in progress in this folder (pid {first.pid})"
+        code, record, err = run(two, "0")
+        assert (code, record, err) == (2, None, f"error: {own}: {busy}; choose another RUN_DIR\n")
+        code, record, err = run(one, RUN_DIR=str(tmp_path / "other"))
+        assert (code, record, err) == (2, None, f"error: {saves}: {busy}; choose another RUN_DIR\n")
+        assert not (tmp_path / "other").exists() and run(two, "1")[0] == 0
+        with pytest.raises(ClusterError, match=re.escape(busy)), only_run_in(own):
+            pass
+        first.kill()
+        code, record, err = run(one)
+        assert (code, record) == (2, None) and busy in err, "msrun still runs"
+    finally:
+        for process in (*below, first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     first.communicate(timeout=600)  # msrun has ended
     assert run(one)[0] == 0 and is_left(own)
     with only_run_in(own, together=True):
