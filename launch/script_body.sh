@@ -46,6 +46,31 @@ check_master() {
         fail "$MASTER_ADDR is $address on this node: set MASTER_ADDR to an address that the other nodes reach"
 }
 
+# Lock a folder as tc3 does (tools/files/locks.py): two runs that write one folder spoil each other. The lock is held until
+# this script and msrun have ended, also when they are killed.
+lock() {
+    local folder=$1 file=$1/.lock code pid='' host=''
+    while true; do
+        mkdir -p "$folder" 2>/dev/null || fail "$folder: this folder cannot be made"
+        { exec {LOCK}>>"$file"; } 2>/dev/null || fail "$folder: nothing can be written into this folder"
+        code=0
+        flock -n "$LOCK" || code=$?
+        [ "$code" -eq 1 ] || [ ! "$file" -ef "/proc/$$/fd/$LOCK" ] || break
+        exec {LOCK}>&-
+        [ "$code" -eq 1 ] || continue # a start that failed has removed the file meanwhile
+        read -r pid host <"$file" || true
+        [ "$host" != "$(uname -n)" ] || host=
+        [ -z "$LOCKED" ] || rm -f "$LOCKED/.lock"
+        [ -z "$LOCKED" ] || rmdir "$LOCKED" 2>/dev/null || true
+        pid=${pid:+pid $pid${host:+ on $host}}
+        fail "$folder: a run is in progress in this folder (${pid:-agents of tc3 agent}); choose another RUN_DIR"
+    done
+    [ "$code" -eq 0 ] ||
+        echo "note: $folder: this folder cannot be locked here (flock: exit code $code): start no second run in it" >&2
+    printf '%s %s' "$$" "$(uname -n)" 2>/dev/null >"$file" || fail "$folder: nothing can be written into this folder"
+    LOCKED=$folder
+}
+
 # Pids of everything below a process. Workers are in sessions of their own, so no process group reaches them.
 # shellcheck disable=SC2329 # stop calls it
 descendants() {
@@ -92,8 +117,14 @@ check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3
 [ -f "$RECIPE" ] || fail "no $RECIPE on this node: every node needs the recipe there"
-mkdir -p "$RUN_DIR"
+mkdir -p "$RUN_DIR" 2>/dev/null || fail "$RUN_DIR: this folder cannot be made"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
+# The first node locks for all nodes.
+LOCKED=
+if [ "$RANK" -eq 0 ]; then
+    lock "$RUN_DIR"
+    [ "${SAVE_PATH:-}" -ef "$RUN_DIR" ] || lock "${SAVE_PATH:-$RUN_DIR/checkpoint}"
+fi
 LOG_DIR=$RUN_DIR/logs/node_$RANK
 mkdir -p "$LOG_DIR"
 

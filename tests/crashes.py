@@ -79,12 +79,21 @@ def dies_at(number, error=None, meanwhile=None):
         yield made
 
 
+def patch_os(monkeypatch, name, function):
+    """Put a function in the place of one of `os` until the test ends, also for what `pathlib` calls."""
+    monkeypatch.setattr(os, name, function)
+    monkeypatch.setitem(_accessor(), name, function)
+
+
+def _accessor():
+    """Return what replaces the functions of `os` that the pathlib of Python 3.10 found when it was imported."""
+    return vars(getattr(pathlib, "_normal_accessor", SimpleNamespace()))
+
+
 @contextmanager
 def _replaced(functions, opening):
     """Put functions in place of those of `os`, and `opening` in place of `open`."""
-    kept, opens = {name: getattr(os, name) for name in functions}, (builtins.open, io.open)
-    # the pathlib of Python 3.10 keeps the functions that it found when it was imported
-    accessor = vars(getattr(pathlib, "_normal_accessor", SimpleNamespace()))
+    kept, opens, accessor = {name: getattr(os, name) for name in functions}, (builtins.open, io.open), _accessor()
     try:
         for name, function in functions.items():
             setattr(os, name, function)

@@ -273,7 +273,7 @@ def agent(**given: Any) -> None:
         begun, number = under_way(run_dir), first_number(run_dir, start.saves)
         start.joined = number if begun else None
         outcome = Agent(job, probing, start.prepare).run(number)
-    report(name, outcome)
+        report(name, outcome)  # before anything waits for a disk that is lost, as the release of a lock may do
     begin = ["tc3", "agent", str(recipe), "--nodes", str(nodes), *["--spares", str(asked.spares)] * bool(asked.spares)]
     conclude(job, outcome, partial(words_to_go_on, begin, asked.overrides, folder, bool(asked.run_dir), flat), steps)
     sys.exit(outcome.code)
@@ -299,6 +299,8 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
 
 def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
     """Print, on the first host of the newest attempt, the results of the run, its loss curve, and how to continue."""
+    if outcome.failure and outcome.failure.cause == "lost disk":
+        return
     newest = newest_attempt(job.run_dir)
     if newest is None or newest.plan is None or newest.plan.hosts[0] != job.host:
         return

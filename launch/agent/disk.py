@@ -15,7 +15,8 @@ Lustre, GPFS, CephFS and local disks have:
   `launch.agent.meeting.Watch`).
 
 If the disk is gone, a process hangs inside a call that only SIGKILL ends. So each call is made by a thread that may
-hang, while the caller waits for a bounded time.
+hang, while the caller waits for a bounded time. Checkpoints may lie on another disk, and take hours to read:
+`while_reading` waits for as long as a thread makes progress.
 
 A `Claim` decides which agent does work that only one agent may do, and how another agent takes over the claim of a dead
 agent; exactly one agent succeeds each time. A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each
@@ -51,6 +52,7 @@ from tools.files.atomic import part_of
 AGAIN = 0.1  # seconds until a call that failed is tried once more
 PATIENCE = 4.0  # times the bound for what is published: it must reach the disk, which may be busy with a checkpoint
 FRESH = 10.0  # seconds for which one look at the disk's clock serves
+LOOK = 0.1  # seconds between looks at whether a thread that reads still works
 ROOM = 65536  # bytes, of an agent: some sixteen files
 FULL = {errno.ENOSPC, errno.EDQUOT}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -81,6 +83,7 @@ class Disk:
     def __init__(self, bound: float):
         self.bound = bound
         self.name = uuid.uuid4().hex[:12]  # of this process, on all hosts
+        self.trouble = ""  # why a call does not succeed, while it is tried again
         self._parts = count()  # published so far
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._turn = threading.Lock()
@@ -191,24 +194,23 @@ class Disk:
         part = path.with_name(f".{path.name}.{self.name}")
         try:
             self._write(part, text)
+            os.replace(part, path)
         except OSError as error:
+            with suppress(OSError):
+                os.unlink(part)
             if error.errno not in FULL or not path.exists():
                 raise
             os.utime(path)  # a sign of life that needs no room
-        else:
-            os.replace(part, path)
 
     def _publish(self, path: Path, text: str) -> bool:
         # never a name that was used before: if its removal failed, it is a link to the file that was published
         part = path.with_name(f".{path.name}.{self.name}.{next(self._parts)}")
         try:
-            self._write(part, text, durable=True)
-        except OSError as error:
-            if error.errno not in FULL or self._room is None:
-                raise
-            self._room.unlink(missing_ok=True)
-            self._room = None
-            self._write(part, text, durable=True)
+            self._write_with_room(part, text)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
         try:
             os.link(part, path)
         except OSError as error:
@@ -225,6 +227,17 @@ class Disk:
                 os.unlink(part)
         return True
 
+    def _write_with_room(self, path: Path, text: str) -> None:
+        """Write what must reach the disk; on a full disk, use the room that `keep_room` has reserved."""
+        try:
+            self._write(path, text, durable=True)
+        except OSError as error:
+            if error.errno not in FULL or self._room is None:
+                raise
+            self._room.unlink(missing_ok=True)
+            self._room = None
+            self._write(path, text, durable=True)
+
     def _write(self, path: Path, text: str, durable: bool = False) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -239,13 +252,19 @@ class Disk:
             os.close(descriptor)
 
     def _bounded(self, path: Path, what: Callable[[], Answer], patience: float = 1.0) -> Answer:
-        until = self.ticks() + patience * self.bound
+        began = self.ticks()
+        until = began + patience * self.bound
         while True:
             try:
-                return self._ask(path, what, until)
+                answer = self._ask(path, what, until)
+                self.trouble = ""
+                return answer
             except OSError as error:
+                self.trouble = f"{path}: the shared disk cannot be used ({error.strerror or error})"
+                if isinstance(error, FileNotFoundError):
+                    until = began + self.bound  # the folder was removed: that is no busy disk
                 if self.ticks() + AGAIN > until:
-                    raise LostDiskError(f"{path}: the shared disk cannot be used ({error.strerror or error})") from None
+                    raise LostDiskError(self.trouble) from None
             self.pause(AGAIN)
 
     def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
@@ -275,12 +294,7 @@ class Disk:
 
     def _serve(self) -> None:
         while True:
-            call = self._calls.get()
-            try:
-                call.answer = call.what()
-            except BaseException as error:  # whatever it is belongs to the caller
-                call.error = error
-            call.done.set()
+            self._calls.get().make()
 
 
 class _Call:
@@ -288,6 +302,45 @@ class _Call:
         self.what, self.done = what, threading.Event()
         self.answer: Any = None
         self.error: BaseException | None = None
+
+    def make(self) -> None:
+        """Make the call, and keep what it returns or raises."""
+        try:
+            self.answer = self.what()
+        except BaseException as error:  # whatever it is belongs to the caller
+            self.error = error
+        self.done.set()
+
+
+def while_reading(folder: Path, patience: float, what: Callable[[], Answer]) -> Answer:
+    """Return the result of the function `what`, which may read from the disk of `folder` for hours, because a
+    checkpoint may have terabytes. A thread runs it, because a read from a disk that is gone may never return.
+
+    Raises:
+        LostDiskError: the thread has used no processor time for `patience` seconds, so a read hangs. Time in which this
+            process was stopped does not count.
+    """
+    call, clock = _Call(what), queue.SimpleQueue[int]()
+
+    def work() -> None:
+        clock.put(time.pthread_getcpuclockid(threading.get_ident()))
+        call.make()
+
+    threading.Thread(target=work, name="reads a checkpoint", daemon=True).start()
+    own, used, quiet = clock.get(), -1.0, 0.0
+    while not call.done.wait(LOOK):
+        before, quiet = used, quiet + LOOK
+        with suppress(OSError):  # it has just ended
+            used = time.clock_gettime(own)
+        if used != before:
+            quiet = 0.0
+        if quiet > patience:
+            raise LostDiskError(
+                f"{folder}: the disk of the checkpoints does not respond (a read has not returned for {patience:g} s)"
+            )
+    if call.error:
+        raise call.error
+    return call.answer
 
 
 def _read(path: Path) -> Found | None:

@@ -274,7 +274,8 @@ class Lookout(threading.Thread):
             raise self._error
         silent = time.monotonic() - self._alive
         if self._reason is None and self.lost_after is not None and silent > self.lost_after:
-            why = self._trouble or f"the run's folder has not answered for {silent:.0f} s"
+            trouble = self._trouble or self.around.meeting.disk.trouble
+            why = trouble or f"the run's folder has not answered for {silent:.0f} s"
             return Failure(f"lost disk: {why}", self._log, cause="lost disk")
         return self._reason
 

@@ -11,8 +11,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launch.agent import decide
@@ -22,7 +23,7 @@ from launch.agent.lookout import Around, link_to
 from launch.agent.meeting import Meeting
 from launch.agent.part import Part
 from launch.agent.phases import Limits, learn_steps
-from launch.agent.planning import Job, Planning, checkpoint_of, history, logs_of, read_skipped
+from launch.agent.planning import Job, Planning, checkpoint_of, history, logs_of, read_saves, read_skipped
 from launch.agent.smaller import smaller
 from launch.resume.checkpoints import steps_done
 from launch.run.failure import Failure
@@ -140,8 +141,10 @@ class Agent:
         try:
             self.meeting.end(number, end)
             return self._verdict(plan, LEAVE if self.leaving else None)
-        except LostDiskError:
+        except LostDiskError as error:
             if self.outcome.code:  # that comes first
+                if self.outcome.failure and self.outcome.failure.cause != "lost disk":
+                    self.job.say(f"tc3: {error}")
                 return None
             raise
 
@@ -244,7 +247,11 @@ class Agent:
                 saved = _saved(plan, best) if (best := newest_saved(self.job.saves)) else None
             return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
 
-        while (found := self.meeting.verdict(plan.attempt, given)) is None:
+        def given_in_time(attempt: Attempt) -> Verdict:
+            with self._interruptible() if limit is None else nullcontext():
+                return read_saves(self.job, partial(given, attempt))
+
+        while (found := self.meeting.verdict(plan.attempt, given_in_time)) is None:
             if limit is not None and time.monotonic() - began > limit:
                 return None
             around.look()

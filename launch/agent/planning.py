@@ -8,6 +8,7 @@ functions name the folders of attempts, and read files of earlier attempts.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 import uuid
@@ -21,7 +22,7 @@ import click
 
 from launch.agent import decide
 from launch.agent.decide import Can, Rules, Smaller
-from launch.agent.disk import LostDiskError
+from launch.agent.disk import Answer, LostDiskError, while_reading
 from launch.agent.meeting import LOST_AFTER, Meeting
 from launch.resume import data
 from launch.resume.checkpoints import leave_behind, refuse_scratch, steps_done, take_stock
@@ -227,16 +228,20 @@ class Planning:
         if missing and now - max([self.began, *self.came.values()]) < SETTLE:
             return None
         attempts = history(self.job, self.number)
-        hosts, overrides = self._hosts(there, attempts)
+        hosts, overrides = read_saves(self.job, partial(self._hosts, there, attempts))
         if not hosts:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
         with meanwhile(partial(self._beat, now), 0.0, BEAT):  # so that no other node plans beside this one, or leaves
-            read_skipped(self.job)
-            plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
-            recipe = self.prepare(plan) or recipe_of(self.job, plan)
-            dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
+            make = partial(make_plan, self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
+            return read_saves(self.job, partial(self._made, make))
+
+    def _made(self, make: Callable[[], Plan]) -> Plan:
+        read_skipped(self.job)
+        plan = make()
+        recipe = self.prepare(plan) or recipe_of(self.job, plan)
+        dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
         return plan
 
     def _beat(self, since: float) -> None:
@@ -308,6 +313,15 @@ def make_plan(
         start=steps_done(job.recipe, resume) if resume else 0,
         batch=View(job.recipe).global_batch,
     )
+
+
+def read_saves(job: Job, what: Callable[[], Answer]) -> Answer:
+    """Return what the function `what` returns, which reads checkpoints of the run.
+
+    Raises:
+        LostDiskError: the run is watchful, and a read has not returned for as long as hosts are waited for.
+    """
+    return while_reading(job.saves, job.patience if job.watchful else math.inf, what)
 
 
 def read_skipped(job: Job) -> None:

@@ -219,8 +219,10 @@ def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
         return False
     for rank in ranks:
         if not _copy(key / f"rank_{rank}", own / f"rank_{rank}"):
+            _remove(own / f"rank_{rank}")  # its own disk may be full, which says nothing about the cache
+            if not _is_whole(key / f"rank_{rank}"):
+                _remove(key / f"rank_{rank}")
             _empty(own, ranks)
-            _remove(key / f"rank_{rank}")
             return False
     return True
 
@@ -282,6 +284,15 @@ def _copy(source: Path, target: Path) -> bool:
             if checksum(target / name) != digest:
                 return False
         return bool(sealed)
+    except (OSError, AttributeError):
+        return False
+
+
+def _is_whole(source: Path) -> bool:
+    """Return whether the files of a sealed folder have their recorded checksums."""
+    sealed = _sealed(source)
+    try:
+        return bool(sealed) and all(checksum(source / name) == digest for name, digest in sealed.items())
     except (OSError, AttributeError):
         return False
 

@@ -14,7 +14,7 @@ import pytest
 
 from plugins import lines
 from plugins.errors import DataError
-from tests.crashes import deaths
+from tests.crashes import deaths, patch_os
 from tools.files import atomic
 from tools.files.atomic import (
     atomic_file,
@@ -25,7 +25,7 @@ from tools.files.atomic import (
     what_is,
     write_atomically,
 )
-from tools.files.figure import new_figure, save_figure
+from tools.files.figure import label_of, new_figure, save_figure
 from tools.files.locks import LOCK, only_process_in
 from tools.files.page import Cell, bullets, counted, folded, legend, page, table, text
 
@@ -141,7 +141,7 @@ def order(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", flushed)
     for name in ("replace", "rename"):
-        monkeypatch.setattr(os, name, moved(getattr(os, name)))
+        patch_os(monkeypatch, name, moved(getattr(os, name)))
     return found
 
 
@@ -206,6 +206,19 @@ def test_dollars_in_names_are_no_formulas_and_logarithmic_axes_keep_theirs(tmp_p
         text = save_figure(figure, tmp_path / "a.svg").read_text()
         assert all(f">{name} {where}<" in text for where in ("line", "title", "tick"))
         assert r"<!-- $\mathdefault{10^{2}}$ -->" in text and "10^{2}<" not in text
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+@pytest.mark.filterwarnings("error")  # about letters that the font does not have
+def test_names_that_begin_with_an_underscore_are_in_the_legend(tmp_path, ending):
+    figure = new_figure(4, 3)
+    axes = figure.subplots()
+    for name in ("_mine", "other"):
+        axes.plot([1, 2], label=label_of(name))
+    legend = axes.legend()
+    written = save_figure(figure, tmp_path / f"a.{ending}").read_bytes()
+    assert [each.get_text() for each in legend.get_texts()] == ["_mine", "other"]
+    assert ending == "png" or b">_mine<" in written
 
 
 def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from tools.files.atomic import atomic_file
 
 ENDINGS = (".svg", ".png")
 PAGES = (".html", ".htm")
+_SEEN = "\u200b"  # has no width; removed before the picture is written, because few fonts have it
 
 
 def check_ending(path: Path, option: str = "--picture", endings: Sequence[str] = ENDINGS) -> None:
@@ -92,5 +93,10 @@ def _read_dollars_as_text(figure: Any) -> None:
             text.set_text(_escaped(text.get_text()))
 
 
+def label_of(name: str) -> str:
+    """Return the label of a line that shows `name` in a legend; matplotlib leaves out labels that begin with `_`."""
+    return f"{_SEEN}{name}" if name.startswith("_") else name
+
+
 def _escaped(text: str) -> str:
-    return re.sub(r"(?<!\\)\$", r"\\$", text)
+    return re.sub(r"(?<!\\)\$", r"\\$", text.removeprefix(_SEEN))

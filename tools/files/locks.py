@@ -174,5 +174,7 @@ def _lock(folder: Path, held: ExitStack, busy: Busy, together: bool) -> None:
     held.push(partial(_remove_own, path, lock, together))
     if together:
         return
-    lock.write(f"{os.getpid()} {socket.gethostname()}")
-    lock.flush()
+    try:
+        os.write(lock.fileno(), f"{os.getpid()} {socket.gethostname()}".encode())
+    except OSError as error:  # a quota, which the free space of the disk does not show
+        raise not_written(folder, error) from None

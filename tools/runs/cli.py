@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from plugins.errors import DataError
-from tools.files.atomic import check_writable
+from tools.files.atomic import check_writable, real_path
 from tools.files.figure import check_ending, check_page
 from tools.ranges import Number
 from tools.recipe.dump import is_of_run
@@ -263,6 +263,7 @@ class Exporter:
             remedy = "pip install prometheus-client, or pip install -e '.[metrics]' in the checkout"
             raise DataError(f"--prometheus {path}: prometheus-client is not installed ({remedy})") from None
         check_writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.client = path, prometheus_client
 
     def write(self, status: Status) -> None:
@@ -284,7 +285,6 @@ class Exporter:
         if status.fullest_expert is not None:
             gauge("router_alarms", "Alarms about routers that are still active", len(status.router_alarms))
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)
         except OSError as error:
             reason = error.strerror or error
@@ -396,6 +396,7 @@ def watch_command(
     from rich.console import Console
 
     from tools.runs.readings import check_folder
+    from tools.runs.study import GONE
     from tools.runs.watch import BAD, Watch
 
     check_folder(folder)
@@ -403,9 +404,22 @@ def watch_command(
     scalars = Scalars(folder) if tensorboard else None
     watch = Watch(folder, scalars.add, scalars.add_routers) if scalars else Watch(folder)
 
+    inside = prometheus is not None and real_path(prometheus).is_relative_to(real_path(folder))
+    seen = time.monotonic()  # when the folder was last there
+
     def look() -> Status:
+        nonlocal seen
+        try:
+            check_folder(folder)
+            seen = time.monotonic()
+        except DataError:
+            if time.monotonic() - seen > QUIET:
+                raise DataError(
+                    f"{folder}: the run was removed, or its disk is gone: for {duration(QUIET)} this folder has held "
+                    "no file of a run"
+                ) from None
         status = watch.look()
-        if exporter:
+        if exporter and not (inside and status.state == GONE):  # a new run would find a folder that is not a run's
             exporter.write(status)
         if scalars:
             scalars.writer.flush()

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.files import page as markup
-from tools.files.figure import new_figure, save_figure, svg_text
+from tools.files.figure import label_of, new_figure, save_figure, svg_text
 from tools.runs.failures import Failure, untold
 from tools.runs.goodput import WORDS, Kind, Ledger, Piece
 from tools.runs.readings import loss_in_words
@@ -141,7 +141,7 @@ def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> 
                 at = np.unique(np.linspace(0, len(part) - 1, min(len(part), _MOST_POINTS)).astype(int))
                 xs += [np.nan, part.moment or 0.0, *np.asarray(part["time"])[at]]  # a break before each start
                 ys += [np.nan, *(np.array([part.start_step, *np.asarray(part["step"])[at]]) * (part.unit / now[0]))]
-        axes.plot((np.array(xs) - begin) / size, ys, linewidth=1.4, label=one.name)
+        axes.plot((np.array(xs) - begin) / size, ys, linewidth=1.4, label=label_of(one.name))
     axes.set_ylabel("step")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -209,6 +209,7 @@ def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
 
 SECOND = 1_000_000  # microseconds
 GOES_ON = "between attempts"
+GONE = "unknown"  # the state of a run whose folder is not there
 
 
 @dataclass(frozen=True)

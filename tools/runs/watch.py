@@ -39,7 +39,7 @@ from tools.runs.readings import (
     recipe_of,
 )
 from tools.runs.slow import Probes
-from tools.runs.study import GOES_ON, JUDGED, state_of
+from tools.runs.study import GOES_ON, GONE, JUDGED, state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.
 # Only sums are held. When an attempt begins before steps that were made, the file is read again from its start, once.
@@ -469,14 +469,14 @@ class Watch:
     def _state(self) -> str:
         """Return the state of the newest attempt; for a run without attempts, the state that its steps show."""
         if not self.folder.is_dir():
-            return "unknown"
+            return GONE
         if self.attempt:
             state = state_of(self.attempt)
             if state in ("unfinished", GOES_ON) and is_left(self.folder):
                 return "unfinished"
             return "running" if state == "unfinished" else state
         done = self.kept.total is not None and self.kept.step >= self.kept.total
-        return "done" if done else "running"
+        return "done" if done else "unfinished" if is_left(self.folder) else "running"
 
 
 def _not_finite(record: dict[str, Any]) -> list[str]:

@@ -3,18 +3,32 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 import launch.agent.disk
+from launch.agent import loop, planning
 from launch.agent.disk import Disk, LostDiskError
+from launch.agent.lookout import Link, Lookout
+from launch.agent.loop import Agent
+from launch.agent.planning import Job
+from launch.run.failure import Failure
+from launch.run.msrun import ROOT
+from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
 from tests.launch.agent.clock import LONG, Clock, ClockedDisk
+from tools.recipe.load import load_recipe
+from tools.runs.attempts import Plan
 
 ROUNDS, WRITERS, READS = 60, 6, 200
 WRITER = """
@@ -126,11 +140,30 @@ def test_a_disk_that_is_gone_or_refuses_is_lost_in_time(tmp_path):
     folder.mkdir()
     disk.replace(folder / "beat", "alive")
     folder.rename(tmp_path / "moved")
-    for call, bound in ((disk.replace, 0.5), (disk.publish, 2.0)):
+    for call, bound in ((disk.replace, 0.5), (disk.publish, 0.5)):
         began = clock.now
         with pytest.raises(LostDiskError, match="No such file"):
             call(folder / "beat", "x")
         assert bound - 0.2 <= clock.now - began <= bound
+    around = SimpleNamespace(meeting=SimpleNamespace(disk=disk), host="a", plan=None)
+    phases = SimpleNamespace(logs=tmp_path, ranks=range(1))
+    lost = Lookout(phases, around, None, lambda: None, -1.0, Link()).tick()
+    assert lost.message == f"lost disk: {folder}/beat: the shared disk cannot be used (No such file or directory)"
+    (tmp_path / "moved").rename(folder)
+    assert disk.publish(folder / "beat2", "x") and disk.trouble == ""
+
+
+def test_a_run_whose_folder_was_removed_says_so_beside_the_failure_of_a_worker(tmp_path, monkeypatch):
+    """It named only the worker, and a log that was gone."""
+    plan, said = Plan(0, 1.0, ["here"], 2, "here", 9000), []
+    job = Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",), say=said.append)
+    agent, failure = Agent(job), Failure("worker 1 failed", tmp_path, cause="exit")
+    ended = Outcome(1, failure), SimpleNamespace(outcome="failed")
+    monkeypatch.setattr(loop, "Part", lambda *given: SimpleNamespace(run=lambda: ended))
+    monkeypatch.setattr(agent, "_planned", lambda number: plan)
+    agent.meeting = SimpleNamespace(end=mock.Mock(side_effect=LostDiskError("end.json: the disk is gone")))
+    assert agent._attempt(0) is None and agent.outcome.failure is failure
+    assert said == ["tc3: end.json: the disk is gone"]
 
 
 def test_a_disk_that_comes_back_within_the_bound_is_not_lost(tmp_path, monkeypatch):
@@ -158,8 +191,10 @@ def test_on_a_full_disk_a_beat_still_shows_life(tmp_path, monkeypatch):
     disk.replace(tmp_path / "beat", "still alive")
     after = disk.read(tmp_path / "beat")
     assert after.text == "alive" and after.mark != before.mark
-    with pytest.raises(LostDiskError, match="No space left"):
-        disk.replace(tmp_path / "new", "x")
+    for write in (disk.replace, disk.publish):
+        with pytest.raises(LostDiskError, match="No space left"):
+            write(tmp_path / "new", "x")
+    assert os.listdir(tmp_path) == ["beat"], "a part stayed behind"
 
 
 def test_a_lost_answer_does_not_make_two_winners_or_none(tmp_path, monkeypatch):
@@ -212,3 +247,38 @@ def test_a_run_that_filled_its_disk_still_says_how_it_ended(tmp_path):
         Disk(LONG).keep_room(tmp_path / "later")  # where there is little left, there is none to keep
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_planner_whose_disk_of_checkpoints_hangs_ends_and_no_longer_seems_to_plan(tmp_path):
+    """It gave signs of life for ever, so that all others waited for its plan."""
+    os.mkfifo(tmp_path / "pipe")  # opening it does not return until somebody writes
+    both = {"hosts": ("here", "there"), "nodes": 2, "patience": 1.0, "lost_after": 0.5}
+    choose = (tmp_path / "pipe").read_text
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
+    recipe["checkpoint"] = {"save_path": str(tmp_path / "checkpoint")}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [Job(recipe, tmp_path, host, choose=choose, watchful=True, **both) for host in both["hosts"]]
+            outcomes = [pool.submit(Agent(job).run, 0) for job in jobs]
+            said = sorted(str(each.exception() or each.result().failure.message) for each in outcomes)
+        beats = list((tmp_path / "attempts/0000").glob("beat-*"))
+        before = [beat.stat().st_mtime_ns for beat in beats]
+        time.sleep(1.5 * planning.BEAT)
+        assert beats and [beat.stat().st_mtime_ns for beat in beats] == before
+    finally:
+        with suppress(OSError):
+            os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))
+    words = f"{tmp_path}/checkpoint: the disk of the checkpoints does not respond (a read has not returned for 1 s)"
+    assert said[0] == words and said[1].startswith((words, "attempt 0 cannot start: only "))
+
+
+def test_a_signal_ends_an_agent_that_hangs_while_it_reads_checkpoints_for_its_verdict(tmp_path, monkeypatch):
+    def newest_saved(saves):
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(5.0)
+
+    monkeypatch.setattr(loop, "newest_saved", newest_saved)
+    agent = Agent(Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",)))
+    agent.meeting = SimpleNamespace(now=lambda: 1.0, verdict=lambda number, decide: decide(None))
+    with pytest.raises(loop.Interrupted):
+        agent._verdict(Plan(0, 1.0, ["here"], 2, "here", 9000))

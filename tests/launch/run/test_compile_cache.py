@@ -1,6 +1,7 @@
 """The compile cache's folders: what is loaded, what is published, what is refused. MindSpore is a function here."""
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -329,6 +330,20 @@ def test_a_full_disk_changes_nothing(recipe, starts, monkeypatch):
     monkeypatch.setattr(compile_cache, "_load", full)
     cache = starts.begin(recipe)
     assert cache.environment == {} and "No space left" in cache.said
+
+
+def test_a_disk_that_is_too_full_for_a_copy_costs_no_cache(recipe, starts, monkeypatch):
+    """The run's disk was full: the graph was removed from the cache, on another disk, as if it were damaged."""
+    first = starts.trained(recipe)
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        second = starts.begin(recipe)
+    assert not second.loaded and (first.key / "rank_0" / GRAPH).exists()
+    assert not list((second.own / "rank_0").iterdir()) and starts.begin(recipe).loaded
 
 
 def test_the_keys_used_last_stay(recipe, starts):

@@ -278,6 +278,18 @@ def test_a_failed_start_leaves_no_lock_and_no_folder_made_for_it(tmp_path):
     assert os.listdir(tmp_path / "new" / "run") == ["notes.txt"]
 
 
+def test_a_lock_that_cannot_be_written_names_its_folder_and_leaves_nothing(tmp_path, monkeypatch):
+    """A quota, which does not show in the free space, was `tc3: Disk quota exceeded`, without the folder."""
+
+    def write(descriptor, content):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(locks.os, "write", write)
+    with pytest.raises(DataError, match=r"new/run: .*quota exceeded"), preflight.only_run_in(tmp_path / "new" / "run"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monkeypatch):
     flock, tries = locks.fcntl.flock, []
 

@@ -3,10 +3,12 @@
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,8 +18,11 @@ from click.testing import CliRunner
 from launch.run.command import train
 from launch.run.cores import of_host
 from launch.run.msrun import ROOT
+from launch.run.preflight import only_run_in
 from launch.run.script import PORT, SCRIPTS
+from plugins.errors import ClusterError
 from tests.launch.run.scripts import MINI, ascend, generate
+from tools.files.locks import is_left
 
 ENVIRONMENT = (
     *("HCCL_CONNECT_TIMEOUT", "ASCEND_PROCESS_LOG_PATH", "LOG_MF_PATH", "TC3_SUPERVISED", "PYTHONPATH"),
@@ -299,6 +304,41 @@ def test_on_ascend_timeouts_are_long(run, tmp_path):
     assert kept["HCCL_CONNECT_TIMEOUT"] == "300"
     swap = generate({**ascend(data_parallel=8), "optimizer": {"swap": True}})
     assert "MS_DEV_RUNTIME_CONF=switch_inline:False" in swap and "MS_DEV_RUNTIME_CONF" not in text
+
+
+def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
+    """Each wrote over the other's logs, metrics and checkpoints."""
+    cpu = {"context": {"device_target": "CPU"}}
+    own, saves = tmp_path / "run dir", tmp_path / "saves"
+    one = generate({**ascend(data_parallel=1), **cpu, "checkpoint": {"save_path": str(saves)}})
+    two = generate({**ascend(data_parallel=2), **cpu}, hosts("first 1\nsecond 1\n"))
+    first = start(one, WORKER=str(tmp_path / "worker"))
+    while not (tmp_path / "record").exists():
+        assert first.poll() is None, first.stderr.read()
+        time.sleep(0.02)
+    below = psutil.Process(first.pid).children(recursive=True)
+    try:
+        busy = f"a run is in progress in this folder (pid {first.pid})"
+        code, record, err = run(two, "0")
+        assert (code, record, err) == (2, None, f"error: {own}: {busy}; choose another RUN_DIR\n")
+        code, record, err = run(one, RUN_DIR=str(tmp_path / "other"))
+        assert (code, record, err) == (2, None, f"error: {saves}: {busy}; choose another RUN_DIR\n")
+        assert not (tmp_path / "other").exists() and run(two, "1")[0] == 0
+        with pytest.raises(ClusterError, match=re.escape(busy)), only_run_in(own):
+            pass
+        first.kill()
+        code, record, err = run(one)
+        assert (code, record) == (2, None) and busy in err, "msrun still runs"
+    finally:
+        for process in (*below, first):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    first.communicate(timeout=600)  # msrun has ended
+    assert run(one)[0] == 0 and is_left(own)
+    with only_run_in(own, together=True):
+        assert run(two, "0")[2] == f"error: {own}: a run is in progress in this folder (agents of tc3 agent); " + (
+            "choose another RUN_DIR\n"
+        )
 
 
 @pytest.mark.slow

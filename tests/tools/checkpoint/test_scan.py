@@ -29,7 +29,7 @@ from plugins.sealed_checkpoint.plan import (
     write_refusal,
     write_seal,
 )
-from tests.crashes import deaths
+from tests.crashes import deaths, patch_os
 from tools.checkpoint.scan import is_sealed, iterations, later_than, lies_in, newest_saved, scan_checkpoints, set_aside
 from tools.checkpoint.tensor_files import Header, Made, read_headers, save_file
 
@@ -128,7 +128,7 @@ def test_a_folder_that_another_process_removes_while_it_is_looked_for_ends_nobod
             folder.rmdir()
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", removed)
+    patch_os(monkeypatch, "scandir", removed)
     look(tmp_path)
     assert (start.startswith("moving") and look == scan_checkpoints) or not folder.exists()
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import DataError, RecipeError
+from tests.crashes import patch_os
 from tools.recipe.cli import effective, recipe_as_text
 from tools.recipe.dump import dump_recipe, recipe_text
 from tools.recipe.load import load_recipe
@@ -65,7 +66,7 @@ def test_the_file_is_never_half_written(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("tools.files.atomic.os.replace", fail)
+    patch_os(monkeypatch, "replace", fail)
     with pytest.raises(DataError, match=r"flat\.yaml: this path cannot be written \(disk full"):
         dump_recipe({"a": 2}, target)
     assert target.read_text() == "a: 1\n" and os.listdir(tmp_path) == ["flat.yaml"]

@@ -7,8 +7,12 @@ A run's usual step beside the step that is predicted for a measured cluster.
 
 import json
 import math
+import os
+import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,13 +27,14 @@ from tests.tools.runs.builders import Builder, append, empty, header, step
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
+from tools.files.locks import LOCK
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
 from tools.measured import CLUSTER, FORMAT, Manifest, recipe_digest, software, write_bundle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.runs import attempts
+from tools.runs import attempts, cli
 from tools.runs.attempts import Beat, End, Plan, Verdict, folder_of, read, read_attempts, write
 from tools.runs.cli import runs
 from tools.runs.measured import SLOWER, beside
@@ -383,3 +388,48 @@ def test_a_run_that_went_on_with_fewer_ranks_misses_no_probes(tmp_path, newest):
     recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 8}}
     for mode in (0, 1):  # data parallelism compares all ranks, also those of the past
         assert slow_of(tmp_path, Recipe(recipe | {"parallel": {"parallel_mode": mode}})).unknown == []
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_run_that_was_removed_is_not_watched_for_ever(tmp_path, monkeypatch, comes_back):
+    """Nor does the watch make its folder again, in which a new run would be refused because it holds a strange file."""
+    folder, clock = tmp_path / "run", SimpleNamespace(now=0.0)
+    builder = Builder(folder, 7)
+    builder.plan()
+    builder.train(6)
+
+    def sleep(seconds):
+        clock.now += 50.0
+        if clock.now == 50.0:
+            folder.rename(tmp_path / "moved")
+        elif comes_back and clock.now == 150.0:
+            (tmp_path / "moved").rename(folder)
+        elif clock.now == 450.0:
+            builder.train(1)
+            builder.done()
+        assert clock.now < 999.0
+
+    def write(status):
+        folder.mkdir(exist_ok=True)
+        (folder / "status.prom").touch()
+
+    monkeypatch.setattr(cli, "Exporter", lambda path: SimpleNamespace(write=write))
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    result = CliRunner().invoke(runs, ["watch", str(folder), "--prometheus", str(folder / "status.prom")])
+    if comes_back:
+        assert (result.exit_code, clock.now) == (0, 450.0), result.output
+    else:
+        words = f"{folder}: the run was removed, or its disk is gone: for 2 min this folder has held no file"
+        assert words in str(result.exception) and clock.now == 150.0 and not folder.exists()
+
+
+def test_a_launch_script_that_was_killed_is_not_said_to_be_running(tmp_path):
+    """A script writes no attempts, and the watch said `running`, and ended with 0, for ever."""
+    append(empty(tmp_path), header(10), step(1))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid, state in ((os.getpid(), "running"), (dead.pid, "unfinished")):
+        (tmp_path / LOCK).write_text(f"{pid} {socket.gethostname()}")
+        assert Watch(tmp_path).look().state == state
+    append(tmp_path / "metrics" / "rank_0.jsonl", *map(step, range(2, 11)))
+    assert Watch(tmp_path).look().state == "done"
