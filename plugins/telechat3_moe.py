@@ -72,8 +72,9 @@ def edit_layers(plugin: str, edit: Callable[[list[Any]], None]) -> None:
 
 
 def use_layer(module: Any, **params: Any) -> None:
-    """Make `module` (a class, hook: the module of a layer's ModuleSpec) the decoder layer of models that are built
-    later, with `params` as further arguments. The layers of MTP remain MindFormers' TransformerLayer.
+    """Make models that are built later use the class `module` as their decoder layer, with `params` as further
+    arguments. The class becomes the module of the ModuleSpec that describes a layer. The layers of MTP remain
+    MindFormers' TransformerLayer.
     """
     _layers[:] = [(module, params)]
 
@@ -100,7 +101,8 @@ def spare(plugin: str, ends: tuple[str, ...]) -> None:
 
 class Spared:
     """A `Spared` is the compiled pattern of one of MindFormers' `param_init_std_rules`, which does not match the
-    parameters that `spare` has named. MindFormers would fill them with random numbers, also whole numbers with zeros.
+    parameters that `spare` has named. MindFormers would otherwise fill these parameters with its own initial values:
+    with random numbers, and parameters of whole numbers with zeros.
     """
 
     def __init__(self, pattern: Any):

@@ -265,9 +265,8 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"  {owner['bytes'] / unit:7.2f}  {owner['part']}: {owner['module']}")
     rest = peak["owners"][_OWNERS:]
     if rest:
-        console.print(
-            f"  {sum(owner['bytes'] for owner in rest) / unit:7.2f}  {len(rest)} more, see --json", style="dim"
-        )
+        size = sum(owner["bytes"] for owner in rest) / unit
+        console.print(f"  {size:7.2f}  {len(rest)} more module{'s' * (len(rest) > 1)}, see --json", style="dim")
 
 
 def _as_yaml(value: Any) -> str:

@@ -335,8 +335,8 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     found = [host for host in hosts if usual_form(host) in ours]
     if not found:
         raise ClusterError(
-            f"{file} lists neither the name {name} of this machine nor one of its addresses: give this "
-            "machine's name in that file with --host"
+            f"{file} lists neither the name {name} of this machine nor one of its addresses: give with --host the "
+            "name under which that file lists this machine"
         )
     if len(found) > 1:
         raise ClusterError(

@@ -145,7 +145,7 @@ INDENT = 18  # of the script and of resources, less 2
 
 
 def volcano_job(job: Allocation, root: Path) -> str:
-    """Return the YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
+    """Return the YAML of `job`. `root` is the checkout; the shared volume is mounted at the folder above it."""
     values = {
         "size": job.size,
         "made_by": one_line(job.made_by),

@@ -132,8 +132,8 @@ class Disk:
 
     def remove(self, folder: Path) -> None:
         """Remove a folder with all that is in it, and the room that `keep_room` has reserved; also remove the folder
-        above it if nothing else is in it. The folder is renamed first, so that files of another process that makes it
-        again stay.
+        above it if nothing else is in it. The folder is renamed first; if another process makes a folder of the same
+        name again, its files stay.
         """
 
         def clear() -> None:

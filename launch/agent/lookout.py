@@ -175,7 +175,7 @@ def workers() -> dict[int, psutil.Process]:
 
 
 def stopped_worker() -> int | None:
-    """Return the first worker whose process is stopped (SIGSTOP, a debugger)."""
+    """Return the first worker whose process is stopped (by SIGSTOP or by a debugger)."""
     for rank, process in sorted(workers().items()):
         with contextlib.suppress(psutil.Error, OSError):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

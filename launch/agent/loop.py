@@ -301,7 +301,9 @@ def _hosts(plan: Plan, before: Plan | None) -> str:
     came = [host for host in plan.hosts if host not in old]
     left = [host for host in (before.hosts if before else []) if host not in new]
     change = f" ({', '.join(came)} in place of {', '.join(left)})" if came and left else ""
-    change = change or (f" (without {', '.join(left)})" if left else f" ({', '.join(came)} more)" if came else "")
+    change = change or (
+        f" (without {', '.join(left)})" if left else f" ({', '.join(came)} in addition)" if came else ""
+    )
     return ", ".join(plan.hosts) + change
 
 

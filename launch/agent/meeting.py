@@ -143,7 +143,7 @@ class Meeting:
 
     def gone(self, number: int) -> None:
         """Announce that this host leaves attempt `number` and must not be counted; do nothing if this agent never
-        announced the host, also because another agent has its name.
+        announced the host, for example because another agent has its name.
         """
         claim = self._claims.get((number, self._place))
         if claim and claim.holder == self.me:
@@ -180,8 +180,9 @@ class Meeting:
         return self._claim(number, "plan").hold()
 
     def is_planned(self, number: int) -> bool:
-        """Return whether another agent is making the plan of attempt `number` at this moment, for which it may have to
-        read terabytes: it beats meanwhile. Only calls at some distance in time see that it no longer does.
+        """Return whether another agent is making the plan of attempt `number` at this moment. That agent may have to
+        read terabytes for the plan, and gives signs of life meanwhile. To notice that the signs of life have stopped,
+        call this method again after some time.
         """
         holder, folder = self._claim(number, "plan").holder, folder_of(self.run_dir, number)
         beat = self.disk.read(file_of(folder, BEAT, holder.host)) if holder and holder != self.me else None

@@ -337,8 +337,8 @@ def read_skipped(job: Job) -> None:
 
 
 def follow(job: Job, plan: Plan) -> None:
-    """Prepare the run's folder for a valid plan; each host of the plan calls this function before the host's workers
-    start.
+    """Prepare the run's folder for the attempt that a plan describes, once the plan is valid; each host of the plan
+    calls this function before the host's workers start.
 
     Therefore no checkpoint of this attempt exists at this time. A host that was delayed may find checkpoints of later
     attempts: the seals of a checkpoint say which attempt made it, and only checkpoints of earlier attempts are renamed.

@@ -2,7 +2,7 @@
 with the same global batch.
 
 Tensor, pipeline, context and expert groups stay whole: the run gives up only copies of the model, and the remaining
-copies train the samples of the lost copies. In a pipeline the remaining copies train more micro-batches
+copies train on the samples of the lost copies. In a pipeline the remaining copies train on more micro-batches
 (`micro_batch_num`). Without a pipeline they accumulate gradients over more steps if the recipe has the key for this;
 otherwise the batch of each step grows, and with it the memory of activations. A sharded optimizer has fewer shards,
 which are larger. A run that would not fit into memory at its smaller size is refused. Steps, learning rate and the

@@ -284,8 +284,8 @@ def own_state(state: Path, key: Mapping[str, str], again: bool) -> None:
     foreign = [name for name in names if becomes(name) not in (LOCK, path.name)]
     if foreign and path.name not in names and _BEFORE not in names:
         raise DataError(
-            f"--work {state}: this folder holds {foreign[0]} and no results of tc3 firsthour, which would replace "
-            "files in it; choose another --work"
+            f"--work {state}: this folder holds other files ({foreign[0]}), but no results of tc3 firsthour, so "
+            "tc3 firsthour does not write into it; choose another --work"
         )
     if path.is_file() and not again:
         try:

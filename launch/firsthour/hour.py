@@ -325,7 +325,9 @@ class Hour:
         self.write_small()
 
     def start(self, words: Sequence[str], run: str, seconds: float) -> None:
-        """Run the command `words`, which trains; the run's files go into the folder `run` of the work folder."""
+        """Run the command line `words`, which starts a training run; the run's files go into the folder of the work
+        folder that `run` names.
+        """
         ask([*words, "--force"], seconds)
 
     @property

@@ -231,8 +231,8 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
             names = [name for name, result in row["results"].items() if result[0] == "fail"]
             wrong = [name for name in names if (_SPECIAL in name) == special]
             if wrong:
-                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                seen = f"{wrong[0]}{more}: {row['results'][wrong[0]][2]}"
+                more = f"; {len(wrong) - 1} more check{'s' * (len(wrong) > 2)} failed" if len(wrong) > 1 else ""
+                seen = f"{wrong[0]}: {row['results'][wrong[0]][2]}{more}"
                 found.append(
                     Finding("warn" if special else "fail", "operators", seen, row["host"], row["device"], mend)
                 )
@@ -242,7 +242,7 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
         found.append(Finding("warn", "operators", f"no kernel on these devices: {', '.join(absent)}"))
     for row in rows:
         if lacking := [name for name in kinds if name not in missing and _status(row, name) == NOT_RUNNABLE]:
-            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            more = f" and {len(lacking) - 1} more check{'s' * (len(lacking) > 2)}" if len(lacking) > 1 else ""
             words = f"{lacking[0]}{more}: computed on other devices, but not on this one"
             found.append(Finding("unknown", "operators", words, row["host"], row["device"], mend))
     named = {(item.where, item.device) for item in found if item.verdict == "fail"}
@@ -259,8 +259,8 @@ def judge_operators(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
         if 2 * count <= len(errors) and len({error for place, error in errors.items() if place not in named}) > 1:
             split.append(f"{name}: {_spread(errors.values())}")
     if split:
-        more = f" and {len(split) - 1} more" if len(split) > 1 else ""
-        words = f"{split[0]}{more}: the devices compute different results, and no result is that of most devices"
+        more = f" (also in {len(split) - 1} more check{'s' * (len(split) > 2)})" if len(split) > 1 else ""
+        words = f"{split[0]}: the devices compute different results, and no result is that of most devices{more}"
         found.append(Finding("warn", "operators", words, remedy="compare firmware and processors of the devices"))
     found += _golden(rows)
     if not checks:
@@ -279,7 +279,7 @@ def _golden(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     for host, one in hosts.items():
         if one["differences"]:
             first, *rest = one["differences"]
-            more = f" (and {len(rest)} more)" if rest else ""
+            more = f" (further golden results that differ: {len(rest)})" if rest else ""
             mend = "compare NumPy and the processor with other hosts"
             found.append(Finding("fail", "golden results", f"{first}{more}", host, None, mend))
     if hosts and not found:

@@ -135,7 +135,7 @@ def read_cluster(path: Path) -> Cluster:
         if content.get(name) is None:
             content.pop(name, None)
         elif not isinstance(content[name], kind):
-            raise ClusterError(f"{path}: {name}: {content[name]!r} is not a {words}")
+            raise ClusterError(f"{path}: {name}: {content[name]!r} is not a {words}; write a {words}")
     refuse_unknown(f"{path}: memory.", content.get("memory", {}), _MEMORY, ClusterError)
     _check_numbers(f"{path}: memory.", content.get("memory", {}), _MEMORY)
     hardware = cluster(DEFAULT_HARDWARE)

@@ -43,7 +43,7 @@ def judge_golden(content: Mapping[str, Any], known: str) -> list[Finding]:
     """
     if content["golden"]:
         first, *rest = content["golden"]
-        more = f" (and {len(rest)} more)" if rest else ""
+        more = f" (further golden numbers that differ: {len(rest)})" if rest else ""
         return [Finding("fail", "golden losses", f"{first}{more}", remedy=MENDS)]
     if not content["passed"]:  # nothing was trained that could differ from golden losses
         why = next((row["reason"] for row in content["rows"] if row["reason"]), "it did not end")

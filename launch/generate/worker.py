@@ -100,7 +100,7 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
         if array.shape != tuple(parameter.shape):
             shapes = f"has shape {list(array.shape)}, but {list(parameter.shape)} in the recipe's model"
             raise CheckpointError(
-                f"{weights}: {parameter.name} {shapes}; name the recipe of this checkpoint's model with --recipe"
+                f"{weights}: {parameter.name} {shapes}; with --recipe name the recipe of this checkpoint's model"
             )
         parameter.set_data(Tensor(array))
 

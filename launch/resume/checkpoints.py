@@ -1,6 +1,5 @@
-"""This module finds the checkpoint from which a run continues, checks that the run may continue from it, and prevents
-that the checkpoints of different runs are mixed. (`launch/resume/model.py` compares a checkpoint with the recipe's
-model.)
+"""This module finds the checkpoint from which a run continues, checks that the run may continue from it, and keeps the
+checkpoints of different runs apart. (`launch/resume/model.py` compares a checkpoint with the recipe's model.)
 
 `find_checkpoint` finds the checkpoint from which a run goes on: the newest complete one, or the one that the user
 names. `check_data_order` and `complete` check whether the run may go on from it, and whether any step is left to train.
@@ -110,7 +109,7 @@ def beginning(run_dir: Path, root: Path) -> str | None:
 
 def refuse_scratch(run_dir: Path, root: Path) -> None:
     """Raise CheckpointError if a run that has started from a checkpoint before would now begin with random weights, or
-    a run that has saved checkpoints and finds none at all in `root`, whole or not.
+    if a run that has saved checkpoints finds none at all in `root`, not even an incomplete one.
 
     A run may be started again while nobody watches, so a user who wants random weights must name a new folder. Only
     plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint; what was
@@ -122,9 +121,9 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
     saved = [span.step for span in spans if span.sealed and span.end > began_anew]
     if saved and not any(chain(iterations(root), root.glob(f"{ASIDE}*"), unfinished(root))):
         raise CheckpointError(
-            f"{root}: no checkpoint is in this folder, although this run has saved step {saved[-1]:,}: mount the disk "
-            "of the checkpoints, name their folder in checkpoint.save_path, name a checkpoint with --resume DIR, or "
-            "start a new run with another --run-dir"
+            f"{root}: no checkpoint is in this folder, although this run saved one at step {saved[-1]:,}: mount the "
+            "disk of the checkpoints, name their folder in checkpoint.save_path, name a checkpoint with --resume DIR, "
+            "or start a new run with another --run-dir"
         )
     last = plans[-1] if plans and not spiked else None
     if last and last.resume:
@@ -216,6 +215,10 @@ def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
             click.echo(line, err=True)
 
 
+def _these(changes: Sequence[str]) -> str:
+    return "this change" if len(changes) == 1 else "these changes"
+
+
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
     """Raise CheckpointError if the run would read the data in another order after `checkpoint` than before, or if its
     model would compute something else from the same weights.
@@ -234,17 +237,17 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     refuse_other_scale(before, recipe, checkpoint.path)
     if changed := changed_settings(before, recipe):
         raise CheckpointError(
-            f"{checkpoint.path}: the recipe changes settings of the model with which these weights were trained "
-            f"({stored}): {'; '.join(changed)}. Undo this change, or start a new run from the "
-            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+            f"{checkpoint.path}: the recipe changes settings of the model, compared with the recipe with which these "
+            f"weights were trained ({stored}): {'; '.join(changed)}. Undo {_these(changed)}, or start a new run from "
+            f"the weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
     batch = global_batch_of(checkpoint.path)  # the file may be of a later attempt with another one
     found = differences(before, recipe, checkpoint.step, batch) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
-            f"going on from step {checkpoint.step} would repeat some samples and skip others, because the samples' "
-            f"order differs from that of {stored}: {'; '.join(found)}. Undo this change, or start a new run from the "
-            f"weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+            f"going on from step {checkpoint.step} would repeat some samples and skip others, because the order of the "
+            f"samples differs from that of {stored}: {'; '.join(found)}. Undo {_these(found)}, or start a new run from "
+            f"the weights: --run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
 
 

@@ -1,10 +1,11 @@
-"""This module makes sure that a resumed run trains the same data in three respects: the samples left out, the content
-of each corpus, and the order.
+"""This module makes sure that a resumed run trains on the same data as the run before the interruption: it leaves out
+the same samples, its corpora have the same content, and it reads the samples in the same order.
 
 The first part handles samples that are left out (`apply_ledger`, `guilty`). The worker that ends a run after a spike
 lists them (`plugins/spike_guard/ledger.py`). The agent that plans the next attempt puts them into the effective recipe,
-and goes on from the newest checkpoint that has trained none of them; checkpoints that have trained some of them are set
-aside once the plan is valid. No node knows what another node has planned, so the agent reads the list before each plan.
+and goes on from the newest checkpoint that was trained on none of them; checkpoints that were trained on some of them
+are set aside once the plan is valid. No node knows what another node has planned, so the agent reads the list before
+each plan.
 
 The second part checks the content of a corpus (`keep_digests`, `replaced`). A resume notices if a corpus was prepared
 again at the same path. A corpus may have terabytes, so `RUN/data.json` covers for each corpus the whole .idx (the
@@ -104,7 +105,7 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
     """Return a function that maps a checkpoint (folder, step) to the reason why the run must not continue from the
-    checkpoint: the run trained, before this checkpoint, samples that are left out now. Sample numbers are compared,
+    checkpoint: before this checkpoint, the run trained on samples that are left out now. Sample numbers are compared,
     because step numbers mean other samples if the global batch has changed.
 
     The seals of a checkpoint record which samples its run left out. If the seals do not record this, the samples that
@@ -249,7 +250,7 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 
 
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
-    """Return how each corpus of a recipe's `data_path` is shuffled if the recipe trains `samples` samples.
+    """Return how each corpus of a recipe's `data_path` is shuffled if the recipe trains on `samples` samples.
 
     Corpora without weights are read once, whatever number of samples is requested; from a single corpus exactly the
     requested samples are read.

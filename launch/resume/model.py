@@ -147,7 +147,7 @@ def _refuse_other_weights(folder: Path, wanted: Shapes, held: Shapes) -> None:
     compared.
     """
     wrong = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        f"{name} has the shape {list(held[name])}, but {list(shape)} in the recipe's model"
         for name, shape in wanted.items()
         if name in held and held[name] != shape
     ]
@@ -292,7 +292,7 @@ def _check_hugging_face(recipe: Recipe, folder: Path) -> None:
     if not convert(View(recipe), load_schema()).fields.get("moe_router_enable_expert_bias"):
         wanted = {name: shape for name, shape in wanted.items() if not name.endswith(".e_score_correction_bias")}
     wrong = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        f"{name} has the shape {list(held[name])}, but {list(shape)} in the recipe's model"
         for name, shape in wanted.items()
         if held.get(name, shape) != shape
     ]
@@ -355,7 +355,7 @@ def _check_beginning(recipe: Recipe, folder: Path) -> None:
     _refuse_adapters(recipe, folder, wanted, held)
     own = {name: shape for name, shape in wanted.items() if kind_of(name) == "weights" and not is_adapter(name)}
     others = [
-        f"{name} is {list(held[name])}, the recipe's model has {list(shape)}"
+        f"{name} has the shape {list(held[name])}, but {list(shape)} in the recipe's model"
         for name, shape in own.items()
         if held.get(name, shape) != shape
     ]
@@ -409,8 +409,8 @@ def _refuse_adapters(recipe: Recipe, folder: Path, wanted: Shapes, held: Shapes)
 
 def refuse_other_scale(before: Recipe, recipe: Recipe, folder: Path) -> None:
     """Raise CheckpointError if the adapters of plugins.lora in `folder`, which a run of the recipe `before` saved, were
-    trained with another factor than that of `recipe`, because the model would compute something else from the first
-    step on; no checkpoint holds the factor.
+    trained with another factor alpha / rank than `recipe` has, because the model would compute something else from the
+    first step on. The factor comes from the recipes, because no checkpoint holds it.
     """
     if wrong := other_scale(before, recipe, str(folder)):
         merge = f"merge the adapters ({_how_to_merge(folder)}) and start a new run from the folder TO"

@@ -88,8 +88,8 @@ def check_sound(recipe: Recipe) -> None:
     """
     if (mode := recipe.get("run_mode") or "train") not in ("train", "finetune", "predict_with_train_model"):
         raise RecipeError(
-            f"{recipe.source}: run_mode: {mode}: this mode is not for training, and MindFormers would train with its "
-            "settings; write train or finetune"
+            f"{recipe.source}: run_mode: {mode}: this mode is not for training, but MindFormers would train "
+            "nevertheless, with the settings of this mode; write train or finetune"
         )
     if said := modelled(recipe):
         click.echo(said, err=True)
@@ -97,7 +97,8 @@ def check_sound(recipe: Recipe) -> None:
     if errors:
         shown = [str(error) for error in errors[:MOST_FINDINGS]]
         more = len(errors) - len(shown)
-        raise RecipeError("\n     ".join([*shown, *[f"and {more} more: tc3 check lists them"] * bool(more)]))
+        rest = f"the recipe has {more} more error{'s' * (more > 1)}; tc3 check lists them"
+        raise RecipeError("\n     ".join([*shown, *[rest] * bool(more)]))
     check_dispatch(recipe)
 
 

@@ -5,7 +5,7 @@ The data loader keeps its name, by which MindFormers' trainer finds it, and its 
 `take`, skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads
 changes. Every rank that reads computes the same order from the same index files; nothing is communicated. The order
 follows from the data: a resumed run has the same order as an uninterrupted one, and a run with another number of ranks
-trains the same samples in each step (with a window of several steps, in each window).
+trains on the same samples in each step (with a window of several steps, in each window).
 
 Losses stay the same up to rounding, except where the loss is a mean over samples that the plugin moves apart: the mean
 over a micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).
@@ -128,12 +128,12 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
 
 def trained_items(order: np.ndarray, trained: int, skipped: Ranges, available: int) -> np.ndarray:
-    """Return the items that a run trains, int64 [up to `trained`]. The samples in `skipped` are left out, and later
-    items of the dataset take the places of the samples that are left out.
+    """Return the items of the dataset on which a run trains, in order, as int64 [up to `trained`]. The samples in
+    `skipped` are left out, and later items of the dataset take the places of the samples that are left out.
 
     Args:
         order: see `order_of`.
-        trained: how many samples the run trains.
+        trained: the number of samples on which the run trains.
         skipped: as in `Schedule`.
         available: the number of items, of which those behind the end of `order` follow in their own order.
     """

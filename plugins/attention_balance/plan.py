@@ -1,4 +1,4 @@
-"""This module makes the plan of a training run: which sample each data-parallel rank trains in which micro-batch of
+"""This module makes the plan of a training run: on which sample each data-parallel rank trains in which micro-batch of
 each step.
 
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached

@@ -1,5 +1,5 @@
-"""This module reads from MindFormers' index which documents each sample of a corpus holds, and computes what each
-sample costs to train.
+"""This module reads from MindFormers' index which documents each sample of a corpus holds, and computes how much
+computation the training on each sample costs.
 
 The module reads no tokens, and needs only NumPy. The file has four parts:
 
@@ -254,8 +254,8 @@ def causal_pairs(segments: Segments) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cost:
-    """A `Cost` is the cost of training a sample, computed from the model's sizes (`unit` is "FLOP") or measured (`unit`
-    is "s").
+    """A `Cost` is the cost of training on a sample, computed from the model's sizes (`unit` is "FLOP") or measured
+    (`unit` is "s").
 
     Args:
         per_pair: the cost of each attending pair of tokens.

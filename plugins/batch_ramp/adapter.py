@@ -1,4 +1,4 @@
-"""This module makes MindFormers train a global batch that grows (`plugins.batch_ramp`).
+"""This module makes MindFormers train with a global batch that grows (`plugins.batch_ramp`).
 
 * Data. The loader's items are the batches of a rank (`Steps`): an item of the dataset is the set of samples that a rank
   trains in one step, so a resume skips whole steps, whatever their sizes, without reading them.

@@ -1,13 +1,13 @@
-"""This module says which samples each step of a run trains while the global batch grows, and reads `plugins.batch_ramp`
-of a recipe. The module is pure Python.
+"""This module says on which samples each step of a run trains while the global batch grows, and reads
+`plugins.batch_ramp` of a recipe. The module is pure Python.
 
 A ramp is a list of stages `[last step, samples of a step]`; after the last stage, the number of samples in a step
 follows from the recipe's own keys (`runner_config.batch_size`, data-parallel ranks, micro-batches). A recipe without a
 ramp is treated as a ramp without stages, and `Ramp` makes every conversion between steps and samples: for the data
 loader, a resume, the number of steps of a run, and the learning rate.
 
-Steps are counted from 1, samples from 0. Step s trains the samples [samples_until(s - 1), samples_until(s)): each
-sample is trained once, in order. These samples are dealt to the data-parallel ranks in turn, as MindSpore deals samples
+Steps are counted from 1, samples from 0. Step s trains on the samples [samples_until(s - 1), samples_until(s)): each
+sample is used once, in order. These samples are dealt to the data-parallel ranks in turn, as MindSpore deals samples
 without a ramp.
 """
 
@@ -97,7 +97,7 @@ class Ramp:
         return next((batch for end, batch in self.stages if step <= end), self.full)
 
     def samples_until(self, step: int) -> int:
-        """Return how many samples the first `step` steps train."""
+        """Return on how many samples the first `step` steps train."""
         samples = begin = 0
         for end, batch in self.stages:
             samples += batch * (min(step, end) - begin)
@@ -115,8 +115,8 @@ class Ramp:
         return begin + samples // self.full
 
     def rows_at(self, step: int, rank: int, ranks: int) -> range:
-        """Return, as a range, the samples that data-parallel rank `rank`, one of `ranks` ranks, trains in step number
-        `step`.
+        """Return, as a range, the samples on which data-parallel rank `rank`, one of `ranks` ranks, trains in step
+        number `step`.
         """
         return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
 
@@ -135,8 +135,8 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
     """Return the position in the learning-rate schedule (`lr_schedule`) after the first `steps` steps of a run. With
-    `learning_rate: samples` the position is the number of steps with the full batch that train as many samples, rounded
-    up; otherwise it is `steps`.
+    `learning_rate: samples` the position is the number of steps with the full batch that train on the same number of
+    samples, rounded up; otherwise it is `steps`.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES

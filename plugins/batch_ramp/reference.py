@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 
 def batches(stages: Sequence[tuple[int, int]], full: int, samples: int) -> list[list[int]]:
-    """Return the indices of the samples that each step of a run over `samples` samples trains; samples at the end that
-    do not fill a step are not trained.
+    """Return the indices of the samples on which each step of a run over `samples` samples trains; samples at the end
+    that do not fill a step are not used.
 
     Args:
         stages: (last step, samples of a step) of each stage.

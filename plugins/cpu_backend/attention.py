@@ -324,11 +324,13 @@ def _operators(scale):
 def _refuse_unsupported(config, attention_dropout):
     """Raise RecipeError for settings that CPU attention would silently compute wrongly."""
     dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-    where = "on CPU, model.model_config"
+    where = "model.model_config"
     if dropout:
-        raise RecipeError(f"{where}.attention_dropout: only 0.0 is supported, not {dropout}")
+        raise RecipeError(f"{where}.attention_dropout: on CPU only 0.0 is supported, not {dropout}")
     for name in ("use_eod_attn_mask_compression", "use_attn_mask_compression"):
         if getattr(config, name):
-            raise RecipeError(f"{where}.{name}: must be False, because CPU attention reads the full mask")
+            raise RecipeError(f"{where}.{name}: on CPU the value must be False, because attention reads the full mask")
     if config.window_size:
-        raise RecipeError(f"{where}.window_size: attention with sliding windows is not supported; leave the key out")
+        raise RecipeError(
+            f"{where}.window_size: on CPU, attention with sliding windows is not supported; leave the key out"
+        )

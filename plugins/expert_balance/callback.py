@@ -218,8 +218,8 @@ class ExpertBalance(ExpertMigrateCallback):
             self.prediction.loads = loads
         if missing and self.settings.every:
             logger.warning(
-                "plugins.expert_balance: %s: experts move by what is known, and not as they would have without the "
-                "interruption; the losses stay the same", missing
+                "plugins.expert_balance: %s: experts now move by the known loads, so their placement may differ from "
+                "that of a run without the interruption; the losses stay the same", missing
             )  # fmt: skip
 
     def _pairs_of_step(self, step):

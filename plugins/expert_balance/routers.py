@@ -151,7 +151,7 @@ class Watcher:
         found = {}
         for row in np.flatnonzero((self.unused >= WINDOW).any(1)):
             experts = np.flatnonzero(self.unused[row] >= WINDOW)
-            more = f" and {len(experts) - 1} more" if len(experts) > 1 else ""
+            more = f" and {len(experts) - 1} more expert{'s' * (len(experts) > 2)}" if len(experts) > 1 else ""
             found[int(row), "idle"] = f"expert {experts[0]}{more} got no token in {WINDOW} steps"
         return found
 

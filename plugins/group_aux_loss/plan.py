@@ -58,7 +58,7 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
         )
     if expert_parallel % tensor_parallel:
         raise RecipeError(
-            f"an EP group of {expert_parallel} ranks holds only part of a sequence, which {tensor_parallel} "
-            f"tensor-parallel ranks share; write a multiple of {tensor_parallel}, or {KEY}: False",
+            f"an EP group of {expert_parallel} ranks holds only part of a sequence, because {tensor_parallel} "
+            f"tensor-parallel ranks share each sequence; write a multiple of {tensor_parallel}, or {KEY}: False",
             "parallel_config.expert_parallel",
         )

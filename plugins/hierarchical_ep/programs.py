@@ -189,7 +189,9 @@ def _check_match(rank: int, index: int, call: Call, other: int, their_index: int
             f"{where}: {there} lists the group's ranks in the order {theirs.group}; all members must use one order"
         )
     if (call.op, call.tag) != (theirs.op, theirs.tag):
-        raise ClusterError(f"{where} is matched with a call of another kind, or with another tag: {there} ({theirs})")
+        raise ClusterError(
+            f"{where}: this call meets {there} ({theirs}), but both calls must have the same operation and the same tag"
+        )
     me, them = call.group.index(rank), call.group.index(other)
     for send, recv, sender, receiver, at, to in (
         (call.send, theirs.recv, rank, other, them, me),

@@ -164,8 +164,8 @@ def other_scale(before: Mapping[str, Any], after: Mapping[str, Any], place: str)
 
 
 def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict[str, tuple[int, int]]:
-    """Return a dictionary name -> shape of the adapters' parameters, for a model with own parameters of the given names
-    and shapes.
+    """Return a dictionary from the name of each adapter parameter to its shape. `shapes` holds the names and shapes of
+    the model's parameters without adapters.
     """
     found: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():

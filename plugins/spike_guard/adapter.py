@@ -93,8 +93,8 @@ class Guard(Watch):
         spare = self.spare(needed) if self.spare else needed
         if spare < needed:
             raise DataError(
-                f"train_dataset.data_loader.sizes: the data has only {spare:,} samples beyond those to be trained, "
-                f"but {KEY} may leave out {needed:,} ({self.settings.rollbacks} rollbacks, {self.settings.skip} "
+                f"train_dataset.data_loader.sizes: the data has only {spare:,} samples beyond those that the run needs,"
+                f" but {KEY} may leave out {needed:,} ({self.settings.rollbacks} rollbacks, {self.settings.skip} "
                 f"steps of {batch} samples each): train fewer steps, lower {KEY}.rollbacks, or add data"
             )
         metrics = Path(self.run_dir) / "metrics" / f"rank_{get_real_rank()}.jsonl"
@@ -174,8 +174,8 @@ class Skipping:
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
-    """Return how many samples, up to `wanted`, are left in `source` if `skipped` is left out and `trained` samples are
-    trained.
+    """Return how many samples, up to `wanted`, are left in `source` if the samples in `skipped` are left out and the
+    run trains on `trained` samples.
     """
     have = len(source) - count(skipped) - trained
     if have < wanted:

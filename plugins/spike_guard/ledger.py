@@ -47,8 +47,8 @@ def count(skipped: Ranges) -> int:
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Return the index, in the whole data, of the sample that a run trains at `position` if it leaves out the ranges of
-    samples in `skipped`, which must be sorted and must not overlap.
+    """Return the index, in the whole data, of the sample on which a run trains at `position` if it leaves out the
+    ranges of samples in `skipped`, which must be sorted and must not overlap.
     """
     for first, stop in skipped:
         if position < first:
@@ -58,22 +58,22 @@ def original(position: int, skipped: Ranges) -> int:
 
 
 def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
-    """Return, as ranges of sample numbers in the whole data, the samples that a run without the skipped samples trains
-    at positions `first` to `stop` - 1.
+    """Return, as ranges of sample numbers in the whole data, the samples on which a run without the skipped samples
+    trains at positions `first` to `stop` - 1.
     """
     return normal((sample, sample + 1) for sample in (original(each, skipped) for each in range(first, stop)))
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """Return the index, in the whole data, of the sample after the last one that a run with `done` trained samples has
-    trained.
+    """Return the index, in the whole data, of the sample after the last one on which a run has trained when it has
+    trained on `done` samples.
     """
     return original(done - 1, skipped) + 1 if done else 0
 
 
 def same_until(done: int, one: Ranges, two: Ranges) -> bool:
-    """Return whether two runs, of which each has trained `done` samples, have trained the same samples in the same
-    order.
+    """Return whether two runs, each of which has trained on `done` samples, have trained on the same samples in the
+    same order.
     """
     end = reached(done, one)
     return end == reached(done, two) and until(end, one) == until(end, two)

@@ -322,8 +322,8 @@ def _as_step(entry: Entry, step: int) -> str:
 
 
 def steps_of(entry: Entry, ramp: Ramp) -> range:
-    """Return the steps that now train the samples at which the run had the spike `entry`. The result is the step of the
-    spike itself, unless the run was resumed with another global batch after the spike.
+    """Return the steps that now train on the samples on which the run had the spike `entry`. The result is the step of
+    the spike itself, unless the run was resumed with another global batch after the spike.
 
     Args:
         ramp: how many samples the steps of the run have now.

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 
 def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
-    """Return the numbers of the samples that a run trains, in order, from data with `total` samples."""
+    """Return in order the numbers of the samples on which a run trains, from data with `total` samples."""
     out = {sample for first, stop in skipped for sample in range(first, stop)}
     return [sample for sample in range(total) if sample not in out]
 
 
 def standing_steps(trainings: Iterable[tuple[int, int, int]], done: int) -> list[tuple[int, int]]:
-    """Return the steps that trained the first `done` samples of a run, in order, as pairs (number of the start of the
+    """Return in order the steps that trained on the first `done` samples of a run, as pairs (number of the start of the
     workers, index of the step after this start).
 
     Args:

@@ -37,8 +37,8 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """Return the recipe in the file `path` with its overrides, or the mini recipe with the same kinds of parallelism of
-    a recipe for Ascend. Raise RecipeError for a wrong input, or if MindSpore would not shard the graph.
+    """Return the recipe in the file `path` with its overrides; for a recipe for Ascend, return its mini recipe with the
+    same kinds of parallelism. Raise RecipeError for a wrong input, or if MindSpore would not shard the graph.
     """
     refuse_missing(path)
     recipe = load_recipe(path)

@@ -251,7 +251,7 @@ _LARGEST = 2.0
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
     """Return random inputs for a kernel: floats from `lower_bound` to 2 in magnitude that their type represents
-    exactly, positive if the kernel has a root or a division. They depend only on seed and kernel.
+    exactly, positive if the kernel has a root or a division. The inputs depend only on the seed and the kernel.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -300,7 +300,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds that from which the tolerance of one result follows by Table 2 of the report."""
+    """An `Allowance` holds the values from which the tolerance of one result is computed by Table 2 of the report."""
 
     dtype: str  # the type with the fewest bits on which it depends
     count: int  # the number of elements that it sums; 0 if values are only moved
@@ -419,7 +419,7 @@ def _row(kernel: Kernel, times: int, seed: int) -> Row:
         for results in (run(kernel, inputs, way) for way in (EXACT, FUSED, UNFUSED))
     )
     if not all(np.isfinite(result).any() for result in exact if result.size):
-        raise UnreadableError("random inputs give a result of this fused kernel without a finite number")
+        raise UnreadableError("with random inputs, a result of this fused kernel holds no finite number")
     allowed = [allowances(kernel)[place] for place in kernel.outputs]
     ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]

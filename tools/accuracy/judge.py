@@ -94,7 +94,9 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """Return the allowed distance of a whole tensor's factor from 1, and the standard deviations beyond it."""
+    """Return the allowed distance of a whole tensor's factor from 1, and the number of standard deviations by which a
+    factor must lie beyond this distance.
+    """
     content = facts("tolerance")
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
@@ -148,8 +150,8 @@ def fills(counts: np.ndarray) -> tuple[float, float]:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
-    """Return each element's error as float64; inf where values differ and one is not finite. With `floor` in place of
-    the root mean square, what is within the smallest normal number has no error.
+    """Return each element's error as float64; inf where values differ and one is not finite. If `floor` is given, it
+    takes the place of the root mean square, and a difference of at most the smallest normal number counts as no error.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)

@@ -1,4 +1,5 @@
-"""This module finds which plugins go together, and with which kinds of parallelism, and what shows it.
+"""This module finds which plugins go together, with which kinds of parallelism they go together, and which evidence
+shows this.
 
     python -m tools.accuracy.together          # rewrite docs/together.md
 

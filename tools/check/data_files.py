@@ -217,7 +217,7 @@ def _size(
     lengths: np.ndarray, prefix: str, path: KeyPath, share: float, view: View, built: Built, found: Findings
 ) -> None:
     """Check the documents of a corpus that are trained on against sequence length and the recipe's number of
-    samples. A corpus with a share of the samples is repeated until it has as many.
+    samples. A corpus with a share of the samples is repeated until it has the number of samples in its share.
     """
     seq, tokens = built.number("seq_length", 1), int(lengths.sum(dtype=np.int64))
     if tokens <= (1 if share else seq):

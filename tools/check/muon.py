@@ -116,7 +116,9 @@ def _matrices(config: Configuration) -> list[Weight]:
 
 
 def left_whole(config: Configuration) -> Weight | None:
-    """Return a matrix that Muon takes for a shard, although it is too small for MindSpore to shard it, or None."""
+    """Return a matrix that Muon treats as a shard, although it is too small for MindSpore to shard it; return None if
+    there is no such matrix.
+    """
     every = replace(config, shard_threshold=0)
     others = (weight for weight in _matrices(config) if weight.split != "experts")
     return next((one for one in others if weight_shards(one, every) > weight_shards(one, config)), None)

@@ -317,7 +317,7 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
             raise CheckpointError(
-                f"{file}: {wrong[0]}: this entry is not the description of a {kind} that MindFormers writes; the "
+                f"{file}: {wrong[0]}: this entry does not describe a {kind} in the form that MindFormers writes; the "
                 "file may be damaged"
             )
     return listed, storage

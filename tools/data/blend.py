@@ -1,9 +1,9 @@
 """This module computes how many samples MindFormers has and takes of each corpus of a recipe's `data_path`.
 
-MindFormers 1.9.0 asks a corpus with a weight for its share of the samples and 0.5 % more, and a corpus without a weight
-that is the only one for all samples; the corpus is repeated in whole epochs until it has as many. It reads several
-corpora without weights only once. `BlendedMegatronDatasetBuilder` adds up the rounded requests, deals out as many
-samples, and refuses a blend that takes more of a corpus than the corpus has.
+MindFormers 1.9.0 asks a corpus with a weight for its share of the samples and 0.5 % more, and a single corpus without a
+weight for all samples; the corpus is repeated in whole epochs until it has the requested number of samples. MindFormers
+reads several corpora without weights only once. `BlendedMegatronDatasetBuilder` adds up the rounded requests, deals out
+this number of samples, and refuses a blend that takes more of a corpus than the corpus has.
 """
 
 from __future__ import annotations

@@ -307,8 +307,8 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise DataError(
-            f"{key}: {folder}: there is no such folder; name the folder of the starting weights' tokenizer "
-            f"(launch/quickstart makes one) with --set {key}=FOLDER"
+            f"{key}: {folder}: this folder does not exist; with --set {key}=FOLDER name the folder of the tokenizer "
+            "with which the initial weights were trained (launch/quickstart makes a tokenizer and weights)"
         )
     file = folder / "tokenizer.json"
     if not file.is_file():

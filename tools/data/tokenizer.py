@@ -139,7 +139,7 @@ def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bo
     token = eod_token or hugging_face.eos_token
     if not token:
         raise DataError(
-            f"--tokenizer {folder}: the tokenizer has no eos_token; name the token that ends a document by --eod-token"
+            f"--tokenizer {folder}: the tokenizer has no eos_token; name the token that ends documents with --eod-token"
         )
     vocabulary = hugging_face.get_vocab()
     if token not in vocabulary:

@@ -93,8 +93,8 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
         raise ClusterError(f"--nodes {folder}: the folder cannot be listed: {error.strerror}") from None
     if not files:
         raise ClusterError(
-            f"--nodes {folder}: the folder holds no *.json; it needs a HOST.json of each host, which tc3 doctor --json "
-            "prints"
+            f"--nodes {folder}: the folder holds no *.json file; on each host run `tc3 doctor --json`, and save its "
+            "output in this folder as HOST.json, where HOST is the host's name"
         )
     return {path.stem: Answer(_of_file(path)) for path in files}
 

@@ -226,7 +226,7 @@ def _first_hour(reports: Mapping[str, Report]) -> list[Outlier]:
     found = []
     for verdict, hosts in told.items():
         first, *others = (item for items in hosts.values() for item in items)
-        words = first.seen + (f"; and {len(others)} more" if others else "")
+        words = first.seen + (f"; and {len(others)} more finding{'s' * (len(others) > 1)}" if others else "")
         found.append(Outlier("probe first hour", verdict, list(hosts), words, mend=first.mend))
     return found
 

@@ -172,8 +172,8 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def unclear(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Return the same pairs for each worker that is above its floor, but not above its limit: the workers differ too
-    much among each other to say whether it is slow.
+    """Return a pair, as `slow` does, for each worker whose time is above its floor but not above its limit: the workers
+    differ too much from each other to say whether this worker is slow.
     """
     named, (typical, best) = slow(times, floors), _ratios(times, floors)
     return {

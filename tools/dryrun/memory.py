@@ -207,8 +207,8 @@ def under_loads(
     stages: Sequence[Mapping[str, Any]], config: Configuration, loads: Loads | None, limit: int, error: float
 ) -> Judged:
     """Return whether the stages of a dry run, which assumes even routing, also fit in memory if the router loads
-    devices unevenly. The additional bytes for uneven loads are predicted as by `tc3 memory --loads`. The compiled bytes
-    may be wrong by the fraction `error`.
+    devices unevenly. The additional bytes for uneven loads are predicted as by `tc3 memory --loads`. The bytes that the
+    dry run counts from the compiled graphs may be wrong by the fraction `error`.
     """
     room = Room(limit, "context.max_device_memory of the recipe", 0.0)
     return judge(config, room, loads, [_even(stage["stage"], stage["memory"], error) for stage in stages])

@@ -175,8 +175,12 @@ _YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made
 
 def _own(hardware: Hardware) -> Efficiency:
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
-    if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
-        raise RecipeError(f"{hardware.file}: efficiency: the section must be a mapping of {', '.join(wanted)}")
+    needed = [name for name in wanted if name not in _YOUNG]
+    if missing := [name for name in needed if not isinstance(content, Mapping) or name not in content]:
+        raise RecipeError(
+            f"{hardware.file}: efficiency: the section must be a mapping with at least the keys {', '.join(needed)}; "
+            f"it lacks {', '.join(missing)}"
+        )
     refuse_unknown(f"{hardware.file}: efficiency.", content, wanted)
     for name in (*NAMES, *PROFILED):
         if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
@@ -236,8 +240,8 @@ def efficiency_of(hardware: Hardware, any_version: bool = False) -> Efficiency:
             return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
-        f"{hardware.name}: the efficiencies of this cluster are not known{did_you_mean(hardware.name, known)}; they "
-        f"are known for {', '.join(known)}; name the cluster whose devices are most alike"
+        f"{hardware.name}: tc3 knows no efficiencies for this cluster{did_you_mean(hardware.name, known)}, only for "
+        f"{', '.join(known)}; choose of these the cluster whose devices are most like this cluster's, and name it"
     )
 
 

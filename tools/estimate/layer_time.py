@@ -180,7 +180,8 @@ class ExpertTimes(DeviceTimes):
 
 def limited_share(model: Model, nodes: int) -> float:
     """Return the share of the expected rows between nodes that remains if routing limits a token to few nodes. The
-    limit reduces only rows that are sent once to each node; copies that are sent to each expert stay as many.
+    limit reduces only the rows that are sent once to each node; the number of copies that are sent to each expert does
+    not change.
     """
     if (limit := model.nodes_of_token(nodes)) == nodes:
         return 1.0

@@ -162,9 +162,9 @@ def family_of(config: Configuration) -> str:
 
 @lru_cache(maxsize=64)
 def trained(family: str, layers: int, experts: int, devices: int) -> Loads:
-    """Return typical loads of a trained router for `DRAWN` steps. The expert loads are drawn from a log-normal
-    distribution with the published Gini coefficient of the model family (see `family_of`). Every call gives the same
-    loads.
+    """Return the loads of the devices in each of `DRAWN` steps, as they are typical of a router after training. The
+    expert loads are drawn from a log-normal distribution with the published Gini coefficient of the model family (see
+    `family_of`), and summed over the experts of each device. Every call gives the same loads.
     """
     found = yaml.safe_load(TRAINED.read_text("utf-8"))["families"][family]
     # of a log-normal distribution Gini = 2 Phi(deviation / sqrt 2) - 1

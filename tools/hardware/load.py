@@ -316,7 +316,11 @@ class _Reader:
         """Return `content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
         place = f"{key}." if key else ""
         if not isinstance(content, dict):
-            raise RecipeError(f"{self.shown}: {key or 'the file'}: this must be a mapping of {', '.join(known)}")
+            keys = "the keys" if required else "any of the keys"
+            raise RecipeError(
+                f"{self.shown}: {key or 'the file'}: this is not a mapping; write a mapping with {keys} "
+                f"{', '.join(known)}"
+            )
         for name in content:
             if not key and name in _GONE:
                 raise RecipeError(f"{self.shown}: {name}: the key is no longer read; {_GONE[name]}")

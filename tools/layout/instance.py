@@ -99,7 +99,9 @@ class Instance:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Return for each of the K rows of a plan [K, C] the layer type and the recompute option that it counts."""
+        """Return for each of the K rows of a plan [K, C] the layer type and the recompute option of the layers that the
+        row counts.
+        """
         return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
 
     @cached_property

@@ -85,8 +85,11 @@ def read_layout(path: Path) -> LayoutFile:
     """Return the content of a layout file. RecipeError is raised if the file cannot be read or lacks a key."""
     content = read_yaml(path, RecipeError)
     wanted = [field.name for field in fields(LayoutFile)]
-    if not isinstance(content, dict) or not set(wanted) <= set(content):
-        raise RecipeError(f"{path}: the file must be a mapping of {', '.join(wanted)}; make it again")
+    if missing := [name for name in wanted if not isinstance(content, dict) or name not in content]:
+        raise RecipeError(
+            f"{path}: the file must be a mapping with the keys {', '.join(wanted)}, but it lacks {', '.join(missing)}; "
+            "make it again with tc3 search layout"
+        )
     refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 

@@ -193,8 +193,8 @@ def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:
             "the least cap that any plan keeps is" if least.done else "the least cap found for which there is a plan is"
         )
         why = (
-            f"no plan keeps memory_cap {instance.cap:g}: {known} {peak.max():g}, {missing:g} more (then stage {stage} "
-            "is full); raise the cap, or use more stages, or a recompute option that holds less"
+            f"no plan keeps memory_cap {instance.cap:g}: {known} {peak.max():g}, which is {missing:g} more (stage "
+            f"{stage} is then full); raise the cap, or use more stages, or a recompute option that holds less"
         )
     finished = least.plan is not None and least.done
     cut = budget.cut and not finished

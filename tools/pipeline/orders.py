@@ -202,7 +202,7 @@ def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int 
 
 def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
     """Return the order of the operations of a stage in MindSpore's scheduler seqsmartvpp. The scheduler seqsmartvpp is
-    seqvpp with a shorter warm-up, and needs less memory for activations.
+    seqvpp with a shorter warm-up, and needs less memory for activations than seqvpp.
     """
     return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
 

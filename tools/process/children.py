@@ -140,8 +140,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle a signal with the function `handler` while the `with` block runs. Outside the main thread, where Python
-    allows no signal handlers, do nothing; neither for a SIGHUP that is ignored, because nohup makes it so.
+    """Handle a signal with the function `handler` while the `with` block runs. Do nothing outside the main thread,
+    where Python allows no signal handlers, and do nothing for a SIGHUP that is already ignored, as under nohup.
     """
     nohup = number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
     if nohup or threading.current_thread() is not threading.main_thread():

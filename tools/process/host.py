@@ -172,10 +172,9 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
         if line_before := seen.get(usual_form(host)):
             raise ClusterError(f"{path}:{number}: {host} is already named in line {line_before}")
         if slots and here != slots:
-            wrong = f"{host} has {here} slots, {hosts[0]} has {slots}"
             raise ClusterError(
-                f"{path}:{number}: {wrong}; give all hosts the same slots, because msrun numbers workers as if every "
-                "host had as many"
+                f"{path}:{number}: {host} has {here} slots, but {hosts[0]} has {slots}; give all hosts the same number "
+                "of slots, because msrun numbers the workers as if every host had the same number of workers"
             )
         seen[usual_form(host)], slots = number, here
         hosts.append(host)

@@ -99,7 +99,9 @@ def held(x: Spread, shape: Sequence[int]) -> Spread:
 
 
 def _left(x: Spread, count: int) -> Spread:
-    """Return the tokens of the rank again, if these are as many, and no exchange is left on their way."""
+    """Return `x` as the tokens of the rank again if it has as many rows as the rank has tokens, and if every exchange
+    on the rows' way is undone; otherwise return `x` unchanged.
+    """
     axes, rows = _axis_and_rows(x)
     if rows.path != (*_GROUPED, ("own", count)):
         return x

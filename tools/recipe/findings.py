@@ -131,7 +131,8 @@ def refused(errors: Sequence[Finding]) -> RecipeError:
     every other key of the model seems wrong.
     """
     first = next((error for error in errors if error.key.endswith(".model_type")), errors[0])
-    more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
+    others = len(errors) - 1
+    more = f". The recipe has {others} more error{'s' * (others > 1)}; `tc3 check` lists them" * (others > 0)
     return RecipeError(f"{first.place}{first.words}{more}")
 
 

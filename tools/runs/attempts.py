@@ -237,8 +237,9 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def of_the_run(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts without those of launches that were refused, or left by all of their agents, before they
-    planned anything, after the run had ended: such a launch has changed nothing in the run.
+    """Return the attempts that belong to the run. The attempts of a launch that began after the run had ended are left
+    out if the launch was refused, or if all of its agents left, before it planned anything, because such a launch has
+    changed nothing in the run.
     """
     found: list[Attempt] = []
     for attempt in attempts:

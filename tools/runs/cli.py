@@ -335,7 +335,8 @@ def report_command(
         check_ending(picture)
         if picture.name == CURVE and is_of_run(picture.parent / "recipe.yaml"):
             raise DataError(
-                f"--picture {picture}: this is the loss curve of a run, which would be lost; choose another name"
+                f"--picture {picture}: this file is the loss curve of a run and would be overwritten; choose another "
+                "name"
             )
     if html:
         check_page(html)

@@ -155,7 +155,9 @@ def failures(run: Run) -> list[Failure]:
 
 
 def has_failed(attempt: Attempt) -> bool:
-    """Return whether an attempt of a run failed, according to its nodes or its verdict."""
+    """Return whether an attempt of a run failed: a node recorded the outcome `failed`, or the attempt's verdict decides
+    about a restart (`restart`, `spare`, `smaller` or `give up`) and no node was preempted.
+    """
     outcomes = {end.outcome for end in attempt.ends.values()}
     went_on = attempt.verdict is not None and attempt.verdict.decision in _WENT_ON
     return "failed" in outcomes or (went_on and "preempted" not in outcomes)
@@ -170,7 +172,7 @@ def untold(run: Run) -> list[int]:
 
 
 def is_untold(attempt: Attempt) -> bool:
-    """Return whether no file records how an attempt that was planned ended, or whether it has ended."""
+    """Return whether an attempt was planned, but no file records how it ended, or that it ended at all."""
     return attempt.plan is not None and not attempt.ends and attempt.verdict is None
 
 
@@ -237,7 +239,9 @@ def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
 
 
 def in_words(failure: Failure | None) -> str | None:
-    """Return in words who failed, what and where; then what was wrong, in the words of the log or of who saw it."""
+    """Return in words who failed, what and where; then what was wrong, in the words of the log or of the process that
+    noticed the failure.
+    """
     if failure is None:
         return None
     rank = "" if failure.rank is None else f"worker {failure.rank}"

@@ -156,9 +156,9 @@ def ledger(run: Run) -> Ledger | str:
     back = [step for (_, before), (step, time) in steps if time < before]
     if back:
         notes.append(
-            f"the recorded times go back at step {int(back[0]):,}{f' and {len(back) - 1:,} more' if back[1:] else ''}, "
-            "because a clock was set or the lines are of two runs; the time of steps before it is not known, and "
-            "goodput is wrong"
+            f"the recorded times go back at step {int(back[0]):,}"
+            f"{f' and at {len(back) - 1:,} more' if back[1:] else ''}, because a clock was set or the lines are of "
+            "two runs; the time of the steps before that step is not known, and goodput is wrong"
         )
     if apart := [str(frame.number) for frame in frames if _is_apart(frame)]:
         notes.append(

@@ -1,5 +1,5 @@
-"""This module says which step of one part of a run is which step of another part. (A part
-consists of the steps that the workers trained between one start and the next.)
+"""This module says which step of one part of a run corresponds to which step of another part. (A part consists of the
+steps that the workers trained between one start and the next.)
 
 MindFormers counts steps of the present global batch. A run that is resumed with another global batch therefore numbers
 its steps anew: after a checkpoint of step 100 with 8 samples in a step, steps of 16 samples go on with step 51. So the

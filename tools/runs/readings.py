@@ -41,7 +41,7 @@ class Readings:
     resumed run repeats steps, the new records replace the old records of these steps.
 
     After a change of the global batch all steps are counted as those of the part that was read last: an older record
-    gets the number of the step that now trains its samples, and the first record of a number is kept.
+    gets the number of the step that now trains on its samples, and the first record of a number is kept.
     """
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Follower:
         self.newest = Newest()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return the records added since the last call; a line that is not JSON, as of a killed run, is left out."""
+        """Return the records added since the last call, without lines that are not JSON (such as a cut last line)."""
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -364,7 +364,7 @@ class Run:
         return bool(self.recipe and View(self.recipe).ramp.stages)
 
     def unit_of(self, attempt: str | None) -> float | None:
-        """Return what a step of the attempt with a given name counts in places; None if that is not known."""
+        """Return by how much a step of the attempt with a given name advances the place in the data (None: unknown)."""
         units = {part.unit for part in self.parts}
         only = next(iter(units), 1) if len(units) < 2 else None
         own = next((part.unit for part in self.parts if attempt and part.attempt == attempt), None)
@@ -444,7 +444,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """Return the steps done before, the time at which training began, and the total steps, of a start's header."""
+    """Return from a start's header: the steps done before, the time at which training began, and the total steps."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 

@@ -143,8 +143,8 @@ class Kept:
             self._count()
 
     def begin_at(self, place: float) -> None:
-        """Stop counting the steps behind `place`, because an attempt that has not trained yet will repeat these steps;
-        END means that there is no such attempt.
+        """Stop counting the steps after `place`, because an attempt that has not trained yet will repeat these steps.
+        If `place` is END, there is no such attempt, and all steps are counted.
         """
         if place != self.cut:
             self.cut = place

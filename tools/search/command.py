@@ -145,9 +145,9 @@ class OfGroup(click.Command):
     "swapping",
     is_flag=True,
     help=(
-        "Assign the best strategy's layers to stages a second time, where layers may also swap their activations to "
-        "the host; the swaps' transfer time is counted. tc3 search only shows the memory and the step time of these "
-        "layers with swaps, and writes no recipe with swaps."
+        "Assign the layers of the best strategy to stages once more, and this time let layers also swap their "
+        "activations to the host; the step time includes the transfers. tc3 search shows the memory and the step time "
+        "of this assignment, but writes no recipe for it."
     ),
 )
 @click.option(

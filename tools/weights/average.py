@@ -142,8 +142,8 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     for source in sources:
         if (same := known.setdefault(str(real_path(source.path)), source.path)) is not source.path:
             raise CheckpointError(
-                f"{source.path}: this checkpoint is named twice (as {same}); name each checkpoint once; to count "
-                "one more than the others, use --weights"
+                f"{source.path}: this checkpoint is named twice (as {same}); name each checkpoint once; to give "
+                "one checkpoint a larger share than the others, use --weights"
             )
         if source.form != "MindFormers":
             raise CheckpointError(

@@ -200,7 +200,7 @@ def merge_command(checkpoint: Path, target: Path, recipe: Path | None, file_size
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Copy the tokenizer in this folder to the Hugging Face weights that are written.",
+    help="Copy the tokenizer from this folder into the folder of the Hugging Face weights.",
 )
 @click.option(
     "--dry-run",

@@ -136,7 +136,7 @@ def salvaged(
     """
     found = [f"{source.path}: {line}" for source in sources for line in damage(source, progress)]
     if found and not allowed:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        more = f" (further findings of damage: {len(found) - 1})" if len(found) > 1 else ""
         raise CheckpointError(
             f"{found[0]}{more}; nothing was written, because new checksums would hide the damage. --salvage copies the "
             f"damaged values unchanged and records the damage in the result ({SALVAGED})"

@@ -115,7 +115,7 @@ def require_adapters(source: Source, settings: Settings, recipe: Recipe) -> Mapp
         if name in held and tuple(held[name]) != tuple(shape)
     ]
     if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        more = f"; and {len(wrong) - 3} more difference{'s' * (len(wrong) > 4)}" if len(wrong) > 3 else ""
         raise CheckpointError(
             f"{source.path}: these are not the adapters that {KEY} of the recipe describes: "
             f"{'; '.join(wrong[:3])}{more}"

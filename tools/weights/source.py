@@ -84,18 +84,18 @@ class Source:
 
     def require_whole(self) -> None:
         """Raise CheckpointError if the files of a checkpoint differ from the sizes in its seals (files with recorded
-        sizes and checksums). The check compares sizes, and no checksums.
+        sizes and checksums). The check compares only sizes, not checksums.
         """
         if reason := self.seal_fault(checksums=False):
             raise CheckpointError(f"{self.path}: this is not a complete checkpoint: {reason}")
 
     def require_types(self) -> None:
-        """Raise CheckpointError if a tensor has a type that no command writes, such as one of eight bits."""
+        """Raise CheckpointError if a tensor has a data type that tc3 cannot write, such as one with eight bits."""
         if wrong := [f"{name} ({header.dtype})" for name, header in self.headers.items() if header.dtype not in TYPES]:
-            more = f", and {len(wrong) - 1} more" * (len(wrong) > 1)
+            others = len(wrong) - 1
+            more = f", nor those of {others} more tensor{'s' * (others > 1)}" * (others > 0)
             raise CheckpointError(
-                f"{self.path}: no command writes the data type of {wrong[0]}{more}; the data types that can be written "
-                f"are {', '.join(TYPES)}"
+                f"{self.path}: tc3 cannot write the data type of {wrong[0]}{more}; it can write {', '.join(TYPES)}"
             )
 
     @cached_property

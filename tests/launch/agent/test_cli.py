@@ -109,7 +109,7 @@ def test_who_plans_keeps_the_recipe_and_checks_the_order_of_the_data(start, work
     saved = save(run_dir / "checkpoint", 2)
     write(folder_of(run_dir, 0) / "verdict.json", Verdict(0.0, "restart", "why"))
     agent = start("--set", "seed=2", "--set", "train_dataset.data_loader.config.seed=2")
-    with pytest.raises(ValueError, match="the samples' order differs from that of"):
+    with pytest.raises(ValueError, match="the order of the samples differs from that of"):
         agent.prepare(Plan(1, 0.0, ["a", "b"], 1, "a", 5000, resume=str(saved), step=2))
 
 

@@ -171,7 +171,9 @@ def test_a_folder_of_something_else_is_refused_and_one_of_an_older_first_hour_is
     (tmp_path / ".lock").touch()
     (tmp_path / "small.yaml").touch()
     for again in (False, True):
-        with pytest.raises(DataError, match=r"this folder holds small\.yaml and no results of tc3 firsthour"):
+        with pytest.raises(
+            DataError, match=r"this folder holds other files \(small\.yaml\), but no results of tc3 firsthour"
+        ):
             own_state(tmp_path, {"recipe": "a"}, again)
     (tmp_path / "ladder.json").write_text('{"recipe": "b"}')
     own_state(tmp_path, {"recipe": "a"}, again=False)

@@ -362,7 +362,10 @@ def test_hosts_whose_golden_results_are_not_the_shipped_ones_are_named():
     ]
     rows[1]["shipped"] = wrong
     (found,) = [item for item in judge_operators(rows) if item.what == "golden results"]
-    assert (found.verdict, found.where) == ("fail", "b") and "shipped is 2 (and 1 more)" in found.seen
+    assert (found.verdict, found.where) == (
+        "fail",
+        "b",
+    ) and "shipped is 2 (further golden results that differ: 1)" in found.seen
 
 
 def test_operators_run_on_every_device_of_every_node(tmp_path, monkeypatch):

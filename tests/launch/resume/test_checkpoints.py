@@ -113,9 +113,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_its_file(whole, recipe, fa
 
 
 OTHER_MODELS = {
-    "model.model_config.kv_lora_rank=16": ["0.self_attention.linear_kv_down_proj.weight is [48, 128]", "has [32, 128]"],
-    "model.model_config.n_routed_experts=32": [EXPERTS, "is [2048, 128], the recipe's model has [4096, 128]"],
-    "model.model_config.hidden_size=64": ["embedding.word_embeddings.weight is [512, 128]", "has [512, 64]", "more"],
+    "model.model_config.kv_lora_rank=16": ["linear_kv_down_proj.weight has the shape [48, 128]", "but [32, 128] in"],
+    "model.model_config.n_routed_experts=32": [EXPERTS, "[2048, 128], but [4096, 128] in the recipe's model"],
+    "model.model_config.hidden_size=64": ["word_embeddings.weight has the shape [512, 128], but [512, 64] in", "more"],
     "model.model_config.num_hidden_layers=3": ["no decoder.layers.2.input_layernorm.weight, which the recipe's model"],
     "model.model_config.num_hidden_layers=1": ["the recipe's model has no decoder.layers.1.input_layernorm.weight;"],
     "model.model_config.num_nextn_predict_layers=0": ["the recipe's model has no mtp.layers.0."],
@@ -248,7 +248,7 @@ def dense(tmp_path):
 def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path, monkeypatch):
     recipe, folder = dense(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"of another model: decoder\.layers\.0\.mlp\.linear_fc1\.weight is \[64, 8\]"
+        CheckpointError, match=r"of another model: decoder\.layers\.0\.mlp\.linear_fc1\.weight has the shape \[64, 8\]"
     ):
         check_model(recipe, folder)
     monkeypatch.setattr(model, "_shapes_of", lambda recipe: None)
@@ -292,10 +292,10 @@ def test_adapters_are_not_trained_beside_weights_of_another_model(whole, recipe)
         check_load_path(lora)
     lora["model"]["model_config"]["hidden_size"] *= 2
     with pytest.raises(
-        CheckpointError, match=r"embeddings\.weight is \[512, 128\], the recipe's model has \[512, 256\]"
+        CheckpointError, match=r"embeddings\.weight has the shape \[512, 128\], but \[512, 256\] in the recipe's model"
     ):
         check_load_path(lora)
-    with pytest.raises(CheckpointError, match=r"weights of the recipe's model: embedding\.\S+ is \[512, 128\], the"):
+    with pytest.raises(CheckpointError, match=r"weights of the recipe's model: embedding\.\S+ has the shape \[512, "):
         check_load_path(apply_overrides({**lora, "plugins": {}}, []))
 
 
@@ -308,7 +308,7 @@ def test_a_new_run_says_which_weights_begin_anew_and_begins_with_no_other_models
     assert f"{whole}: no decoder.layers.2.input_layernorm.weight; no" in said and "; and 11 more tensors, which" in said
     check_load_path(apply_overrides(begun, ["model.model_config.num_hidden_layers=1"]))
     assert "does not have decoder.layers.1.input_layernorm.weight; " in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=r"is \[2048, 128\], the recipe's model has \[4096, 128\]"):
+    with pytest.raises(CheckpointError, match=r"has the shape \[2048, 128\], but \[4096, 128\] in the recipe's model"):
         check_load_path(apply_overrides(begun, ["model.model_config.n_routed_experts=32"]))
     for rank in range(2):
         write_seal(whole, rank, 2, 4)

@@ -50,7 +50,7 @@ def test_a_run_does_not_begin_anew_where_the_folder_of_its_checkpoints_is_empty(
     more = ["--set", f"checkpoint.save_path={trained / 'another'}"] if elsewhere else []
     code, _, err = train(TOY, "--resume", "auto", "--steps", "100", *more)
     assert code == 2 and len(runs) == 1, err
-    assert "no checkpoint is in this folder, although this run has saved step 50" in err
+    assert "no checkpoint is in this folder, although this run saved one at step 50" in err
     shutil.rmtree(trained / "another", ignore_errors=True)
     train(TOY, "--resume", str(trained / named), "--steps", "100", *more)
     assert len(runs) == 2, "what is named is taken"

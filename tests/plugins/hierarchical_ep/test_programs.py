@@ -194,7 +194,7 @@ def test_members_who_do_not_agree_on_the_group_are_found():
         check_programs([[Call("all_gather", (0, 7))], []])
     with pytest.raises(
         ClusterError,
-        match=r"is matched with a call of another kind, or with another tag: rank 1, call 0 \(reduce_scatter",
+        match=r"this call meets rank 1, call 0 \(reduce_scatter",
     ):
         check_programs([[Call("all_gather", (0, 1))], [Call("reduce_scatter", (0, 1))]])
 

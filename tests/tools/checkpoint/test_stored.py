@@ -233,27 +233,27 @@ NAME = "linear.weight"
     [
         (
             lambda content: content.update(state_dict_metadata=[]),
-            "all: this entry is not the description of a tensor",
+            "all: this entry does not describe a tensor",
         ),
         (
             lambda content: content["state_dict_metadata"].update({NAME: 2.5}),
-            f"{NAME}: .* not the description of a tensor",
+            f"{NAME}: .* does not describe a tensor",
         ),
-        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* not the description of a tensor"),
+        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* does not describe a tensor"),
         (
             lambda content: _tensor(content).update(axis_fragmentations=[0, 1]),
-            f"{NAME}: .* not the description of a tensor",
+            f"{NAME}: .* does not describe a tensor",
         ),
         (
             lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]),
-            f"{NAME}: .* not the description of a tensor",
+            f"{NAME}: .* does not describe a tensor",
         ),
         (
             lambda content: _tensor(content)["chunk"][0].update(global_offset=[]),
-            f"{NAME}: .* not the description of a tensor",
+            f"{NAME}: .* does not describe a tensor",
         ),
-        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* not the description of a slice"),
-        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* not the description of a slice"),
+        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* does not describe a slice"),
+        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* does not describe a slice"),
     ],
 )
 def test_damaged_metadata_are_refused(tmp_path, spoil, words):

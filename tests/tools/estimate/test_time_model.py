@@ -57,7 +57,7 @@ def test_every_cluster_has_one_set():
 
 
 def test_unknown_cluster_is_refused():
-    with pytest.raises(RecipeError, match="the efficiencies of this cluster are not known"):
+    with pytest.raises(RecipeError, match="tc3 knows no efficiencies for this cluster"):
         efficiency_of(replace(cluster("h100"), name="h1000"))
 
 

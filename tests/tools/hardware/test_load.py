@@ -140,7 +140,9 @@ def test_a_misspelt_key(tmp_path):
         load_hardware(written(tmp_path, lambda mapping: mapping.update(inter_nod=mapping.pop("inter_node"))))
 
 
-@pytest.mark.parametrize(("text", "word"), [("a: [", "cannot be read"), ("- 1", "must be a mapping")])
+@pytest.mark.parametrize(
+    ("text", "word"), [("a: [", "cannot be read"), ("- 1", "is not a mapping; write a mapping with the keys")]
+)
 def test_a_file_that_is_none(text, word, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text, "utf-8")

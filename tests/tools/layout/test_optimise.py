@@ -113,7 +113,7 @@ def test_no_plan_is_better_on_random_instances(data):
 def test_a_cap_that_no_plan_keeps_says_what_is_missing(tmp_path):
     outcome = compare(instance(tmp_path, counts=(8,), stages=4, cap=20.0))
     assert outcome.plan is None
-    assert "no plan keeps memory_cap 20" in outcome.why and "more (then stage" in outcome.why
+    assert "no plan keeps memory_cap 20" in outcome.why and "more (stage" in outcome.why
 
 
 def test_relaxed_bound_is_a_bound_and_better_than_work(tmp_path):

@@ -114,10 +114,10 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
         sides = [recipe, Recipe(align_sides.on_one_worker(recipe, steps)) if other is None else other]
     counts = [View(side).devices for side in sides]
     if max(counts) == 1:
-        reason = "one CPU worker on both sides; give a recipe of another layout by --against"
+        reason = "both sides train on one CPU worker; give with --against a recipe of another layout"
         return Stage(MORE_DEVICES, state=NOT_RUN, reason=reason)
     if align_sides.numbers(sides[0]) == align_sides.numbers(sides[1]):
-        reason = "what CPU runs of the two recipes is the same, with all workers too"
+        reason = "on CPU the two recipes run the same training, also with all workers"
         return Stage(MORE_DEVICES, state=SAME, reason=reason)
     losses = []
     for name, side, count in zip(("layout_ours", "layout_theirs"), sides, counts, strict=True):

@@ -189,7 +189,9 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """Return the sizes with which Hugging Face's DeepseekV3 is the recipe's model; raise RecipeError if none fit."""
+    """Return the sizes with which Hugging Face's DeepseekV3 equals the recipe's model; raise RecipeError if no sizes
+    fit.
+    """
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
@@ -199,9 +201,10 @@ def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
             )
     built = convert(View(Recipe(recipe)), load_schema())
     if not built.fields.get("multi_latent_attention") and look(recipe, (*MODEL, "multi_latent_attention")) is None:
-        wrong = "the reference, Hugging Face's DeepseekV3, has latent attention, and not grouped queries"
         raise RecipeError(
-            f"model.model_config.model_type: {wrong}; tc3 accuracy equivalence can compare layouts of this recipe"
+            "model.model_config.model_type: this model has no latent attention, but the reference, Hugging Face's "
+            "DeepseekV3, has it, so the two cannot be compared; to compare parallel layouts of this recipe instead, "
+            "use tc3 accuracy equivalence"
         )
     one_stream(built.fields, "the reference, Hugging Face's DeepseekV3,")
     moved = any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
@@ -238,7 +241,7 @@ def find_torch(python: str) -> None:
 def _no_torch(python: str) -> str:
     return (
         f"the reference needs torch and transformers, which {python} cannot import: install the extra `align` "
-        "(pip install -e '.[align]'), or name a Python that has them by --reference-python"
+        "(pip install -e '.[align]'), or name with --reference-python a Python that has them"
     )
 
 
@@ -311,4 +314,6 @@ def start(command: list[str], log: Path, run: Path) -> None:
     if code == REFUSED and told:
         raise RecipeError(told[-1])
     last = (told or lines or [""])[-1]
-    raise SideFailedError(f"the process {log.stem} ended with exit code {code}: {last[-300:]} (the whole log: {log})")
+    raise SideFailedError(
+        f"the training {log.stem!r} ended with exit code {code}: {last[-300:]} (the whole log: {log})"
+    )

@@ -205,7 +205,7 @@ def _single_steps(ours: Record, theirs: Record) -> list[Row]:
 
 
 def moved(record: Record) -> Arrays:
-    """Return for each weight its updated less its initial value, in float64."""
+    """Return for each weight its updated value minus its initial value, in float64."""
     return {
         name: record.updated[name].astype(np.float64) - record.initial[name]
         for name in record.initial

@@ -131,9 +131,10 @@ def report(verdict: Verdict, sides: list[Side], everything: bool = False) -> lis
     if verdict.findings:
         rest = len(verdict.findings) - len(shown) - verdict.before
         if rest > 0:
-            lines.append(f"   and {rest} more, which may follow from it (--all)")
+            lines.append(f"   and {rest} more difference{'s' * (rest > 1)}, which may follow from the first (--all)")
         if verdict.before and not everything:
-            lines.append(f"   before it, {verdict.before} differ in bits only, as sums in another order do (--all)")
+            are = "difference is" if verdict.before == 1 else "differences are"
+            lines.append(f"   before it, {verdict.before} {are} in bits only, as between sums in another order (--all)")
         lines.append(f"   usually: {facts('causes')['diagnose'][verdict.first[0].stage]}")
     if verdict.compared:
         lines.append(f"compared: {', '.join(verdict.compared)}")

@@ -243,7 +243,9 @@ class _Pair:
             yield from self._routers(step)
 
     def tell_gaps(self) -> None:
-        """Add to each run's gaps the tensors that some ranks, and the names that only the other run, recorded."""
+        """Add to each run's gaps the tensors that only some ranks recorded, and the names that only the other run
+        recorded.
+        """
         found = []
         for place, side in enumerate((self.a, self.b)):
             if names := sorted({name for run, name in self.partial if run == side.name}):
@@ -446,7 +448,9 @@ class _Pair:
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return the ratio (second / first) of the pairs if all have the same and it is not 1; otherwise return None."""
+    """Return the ratio (second / first) of the pairs if all pairs have the same ratio and it is not 1; otherwise return
+    None.
+    """
     factors = [two / one for one, two in pairs if one and two]
     if (
         not factors

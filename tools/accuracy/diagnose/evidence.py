@@ -35,7 +35,9 @@ class State:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def tensors(self, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return name -> tensor; `parts` maps rank -> name -> (shape of the whole, offset of the rank's part)."""
+        """Return a dictionary name -> tensor; `parts` maps rank -> name -> (shape of the whole, offset of the rank's
+        part).
+        """
         found: dict[str, Tensor] = {}
         listed = {name for ours in parts.values() for name in ours}
         for rank, line in sorted(self.lines.items()):
@@ -127,7 +129,9 @@ class Side:
 
     @property
     def unmoved(self) -> State | None:
-        """Return the initial weights if step 1, with a learning rate of 0, recorded them; otherwise None."""
+        """Return the weights that step 1 recorded if its learning rate was 0, because they are then the initial
+        weights; otherwise return None.
+        """
         if 1 not in self.states or self.steps.get(1, {}).get("learning_rate") != 0:
             return None
         kept = State(0)
@@ -149,7 +153,9 @@ class Side:
         return list(dict.fromkeys(each for rank in sorted(ranks) for each in ranks[rank][IDS]))
 
     def columns(self, step: int) -> dict[str, frozenset[tuple[str, str]]]:
-        """Return for each column of a step's batch, such as `labels`, pairs (digest of a sample, of its entry)."""
+        """Return for each column of a step's batch, such as `labels`, pairs (digest of a sample, digest of its entry in
+        the column).
+        """
         found: dict[str, set[tuple[str, str]]] = {}
         for columns in self.samples.get(step, {}).values():
             ids = columns[IDS]
@@ -160,7 +166,9 @@ class Side:
         return {name: frozenset(pairs) for name, pairs in found.items()}
 
     def updates(self, step: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Yield (weight, rank, recorded update) for each part of a weight in a step; of copies only the first."""
+        """Yield (weight, rank, recorded update) for each part of a weight in a step; if several ranks hold copies of a
+        part, only the first copy is yielded.
+        """
         state, parts, seen = self.states[step], self.parts, set()
         for rank, line in sorted(state.lines.items()):
             for name, told in line["weights"].items():

@@ -1,5 +1,5 @@
 """This module defines the form of each line in the records of a run: its keys and the types of their values. Unknown
-keys are ignored, because a later version may write more.
+keys are ignored, because a later version may write more keys.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, 
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError if the experts of a router are not as many as `known` from earlier lines."""
+    """Raise DataError if a router has another number of experts than in earlier lines, whose numbers are in `known`."""
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):

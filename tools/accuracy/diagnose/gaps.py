@@ -193,7 +193,9 @@ def _asked(side: Side) -> int:
 
 
 def listed(steps: Iterable[int], verb: str = " is| are") -> str:
-    """Return steps as text, such as "steps 3 to 7 are"; `verb` holds the verb of one step and of several."""
+    """Return steps as text, such as "steps 3 to 7 are"; `verb` holds the form of the verb for one step and for several
+    steps.
+    """
     found = sorted(steps)
     one, _, many = verb.partition("|")
     if len(found) == 1:
@@ -249,7 +251,7 @@ def _by_steps(whose: str, lacking: Mapping[str, list[int]]) -> Iterator[str]:
     for key, steps in lacking.items():
         together[tuple(steps)].append(key)
     for where, keys in together.items():
-        more = f" and {len(where) - 1} more" * (len(where) > 1)
+        more = f" and of {len(where) - 1} more step{'s' * (len(where) > 2)}" * (len(where) > 1)
         yield f"{whose} lack {_some(sorted(keys))} of step {where[0]}{more}"
 
 
@@ -304,7 +306,7 @@ def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
 
 def beside(a: Side, b: Side) -> Iterator[tuple[int, str]]:
     """Yield (0 or 1, a sentence) for each line of run `a` or `b` that lacks names which the same line of the other run
-    has; both have one configuration. States after a skipped step are left out.
+    has; both runs have the same configuration. States after a skipped step are left out.
     """
     for step in sorted(a.steps.keys() & b.steps.keys()):
         yield from _other(_known(a.steps[step]), _known(b.steps[step]), f"the metrics of step {step} lack")

@@ -41,8 +41,8 @@ _FAR = 100  # times Adam's epsilon or rounding; beyond it neither can keep a wei
 
 @dataclass(frozen=True)
 class Finding:
-    """A `Finding` is a difference between two runs, or a law that the run `side` breaks; `late`: it was made only after
-    the last step, so that any earlier step may be its cause.
+    """A `Finding` is a difference between two runs, or a law that the run `side` breaks. If `late` is True, the finding
+    was made only after the last step, so that any earlier step may be its cause.
     """
 
     step: int
@@ -332,7 +332,7 @@ def limit_of(side: Side) -> float:
 
 
 def clipping_of(side: Side, step: int) -> float:
-    """Return the factor (at most 1) by which clipping multiplied a step's gradients; 1 instead of 0."""
+    """Return the factor (at most 1) by which clipping multiplied a step's gradients; a factor of 0 is returned as 1."""
     norm = side.steps.get(step, {}).get("global_norm")
     return (min(1.0, limit_of(side) / norm) if norm else 1.0) or 1.0
 
@@ -346,7 +346,9 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether this names a trained weight or its moment, such as `weight`, `weight1` (experts) or `hc_fn`."""
+    """Return whether a name belongs to a trained weight or to a moment of one, such as `weight`, `weight1` (experts) or
+    `hc_fn`.
+    """
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
 

@@ -1,5 +1,5 @@
-"""This module computes, independently of MindFormers, with which settings model and optimizer of a run must be built,
-and the outputs of a recorded step by a forward pass in NumPy.
+"""This module computes, independently of MindFormers, the settings with which the model and the optimizer of a run must
+be built, and the outputs of a recorded step by a forward pass in NumPy.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return for each phase the earliest finding: of the earliest step, in it call, and in it rank."""
+    """Return for each phase the earliest finding: that of the earliest step, within this step of the earliest call, and
+    within this call of the first rank.
+    """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
         found[row.phase] = found[row.phase] or row

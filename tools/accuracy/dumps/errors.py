@@ -229,7 +229,7 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float, below:
 
 def filled(item: Item) -> int:
     """Return -1 or 1 if statistics show that a mask has filled a tensor with huge values of this sign (`judge.fills`):
-    of its smallest and largest value one is far from 0. Return 0 for all other tensors.
+    only one of its smallest and its largest value is far from 0. Return 0 for all other tensors.
 
     Positive fills must be larger than negative ones: squares, sums and positions are large and positive without a mask.
     """
@@ -242,8 +242,9 @@ def filled(item: Item) -> int:
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """Return the largest relative difference between the statistics (max, min, mean, L2 norm) of a tensor; inf if one
-    differs and is not finite. In a tensor that a mask has filled, the error of its other end is relative to this value.
+    """Return the largest relative difference between the statistics (max, min, mean, L2 norm) of a tensor in two dumps;
+    inf if a statistic differs and is not finite. If a mask has filled the tensor with huge values of one sign, the
+    error of the largest value of the other sign is relative to this value itself.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):

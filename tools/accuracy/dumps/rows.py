@@ -189,8 +189,8 @@ class Pair:
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor of a step in the order of the golden dump's calls, and the calls that only the other
-    dump has after the common call before them.
+    """Yield a pair for each tensor of a step in the order of the golden dump's calls. Calls that only the other dump
+    has come after the common call that precedes them.
     """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):

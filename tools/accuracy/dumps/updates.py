@@ -102,8 +102,8 @@ def size_of(before: Item, after: Item) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight by its statistics before and after; `size` is that of an element of the median
-    weight's update, and `gradient_error` is 0 if the gradients' statistics are the same.
+    """Compare the updates of one weight by its statistics before and after; `size` is the size of an element in the
+    update of the median weight, and `gradient_error` is 0 if the gradients' statistics are the same.
     """
     numbers = [_numbers(item) for item in (*golden, *bench)]
     if any(each is None for each in numbers):

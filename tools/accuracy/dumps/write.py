@@ -1,6 +1,6 @@
-"""This module writes a dump of tensors: tc3_dump.json, with complete = false until all files are on disk; through
-msprobe (distribution mindstudio-probe) the calls of each step; and the weights after the last step, at msprobe's levels
-L1 and L2 also those before each step.
+"""This module writes a dump of tensors. It writes tc3_dump.json, with complete = false until all files are on disk. It
+lets msprobe (distribution mindstudio-probe) write the calls of each step. It writes the weights after the last step,
+and at msprobe's levels L1 and L2 also the weights before each step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump lacks steps or ranks: two that lack the same would seem equal."""
+    """Raise DataError if a dump lacks steps or ranks, because two dumps that lack the same ones would seem equal."""
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -112,7 +112,7 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return max, min, mean and L2 norm; only max and min of booleans; an empty tuple for an empty array."""
+    """Return max, min, mean and L2 norm; for booleans only max and min; for an empty array an empty tuple."""
     if not values.size:
         return ()
     if values.dtype == np.bool_:

@@ -240,9 +240,9 @@ class ExecutedRuns(Runs):
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     """Train a recipe of `derive_sharded`, return what its checkpoints and metrics hold, and delete the checkpoints.
-    Each rank also records the norm of its own gradient of the weight `noted`, because no checkpoint holds that of the
-    last stage's copy. Raise RunFailedError if the training fails, and DataError or CheckpointError if its record is not
-    complete.
+    Each rank also records the norm of its own gradient of the weight `noted`, because no checkpoint holds the gradient
+    of the last stage's copy of this weight. Raise RunFailedError if the training fails, and DataError or
+    CheckpointError if its record is not complete.
     """
     checkpoints = run_dir / "checkpoint"
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -326,7 +326,9 @@ def _in_order(folder: Path) -> Whole:
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
-    """Return ``{router's bias: {rank: its copy}}`` for ranks that have the router's weight: metadata list no biases."""
+    """Return ``{router's bias: {rank: its copy}}`` for ranks that have the router's weight, because the metadata of a
+    checkpoint list no biases.
+    """
     one = {name: {0: value} for name, value in whole.arrays.items() if name.endswith(ROUTER_BIAS)}
     found = {name: copies for name, copies in whole.unlisted.items() if name.endswith(ROUTER_BIAS)}
     routers = {name: whole.ranks[name.removesuffix(ROUTER_BIAS) + ROUTER] for name in found}

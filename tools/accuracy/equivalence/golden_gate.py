@@ -39,8 +39,8 @@ def recorded(folder: Path, recipe: str) -> str:
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe to which a golden file belongs if it is not the given one, otherwise ""; recipes of one name
-    share a file. Raise DataError if the file does not hold golden numbers.
+    """Return the recipe to which a golden file belongs if this is not the given recipe, otherwise ""; recipes of one
+    name share a file. Raise DataError if the file does not hold golden numbers.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -68,7 +68,9 @@ def rounded(value: float) -> float:
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write `runs` (name -> numbers) into a golden file beside its others; raise DataError if one is not finite."""
+    """Write `runs` (name -> numbers) into a golden file, beside the numbers of other runs in it; raise DataError if a
+    number is not finite.
+    """
     for name, run in runs.items():
         for where, value in _numbers(run):
             if not math.isfinite(value):

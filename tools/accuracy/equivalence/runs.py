@@ -205,7 +205,7 @@ def weight_of(name: str) -> str:
 
 
 def read_steps(run_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the metrics of all steps of one rank; raise DataError without a file."""
+    """Return the metrics of all steps of one rank; raise DataError if the rank has written no metrics."""
     metrics = run_dir / "metrics" / f"rank_{rank}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: the file is missing, because the run did not finish a step")
@@ -226,8 +226,8 @@ def read_samples(run_dir: Path, workers: int, steps: int) -> list[list[str]]:
 
 
 def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-    """Return for each element the smallest second moment above 0 of any step so far; `known` is that of earlier steps.
-    AdamW divides by its root.
+    """Return for each element the smallest second moment above 0 of any step so far; `known` holds the smallest second
+    moments of earlier steps. AdamW divides by the root of the second moment.
     """
     known = np.zeros_like(square) if known is None else known
     return np.where((square > 0) & ((known == 0) | (square < known)), square, known)

@@ -80,8 +80,8 @@ class Sharding:
 
     @property
     def node(self) -> int:
-        """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all in the mode "global",
-        otherwise the most that give at least two equal nodes.
+        """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all ranks in the mode
+        "global", otherwise the largest number that gives at least two equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
@@ -110,7 +110,7 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Return the number of tokens in a sample; 0: the recipe's own."""
+        """Return the number of tokens in a sample; 0 stands for the recipe's own number."""
         return DOCUMENTS if self.documents else self.length
 
     @property
@@ -121,7 +121,7 @@ class Sharding:
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
 
     def micro_steps(self, batch: int) -> int:
-        """Return the steps of gradient accumulation in a step of `batch` samples."""
+        """Return the number of gradient-accumulation steps in a training step of `batch` samples."""
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
@@ -204,7 +204,10 @@ def _apart(recipe: Recipe) -> None:
 
 
 def shard_size(sharding: Sharding, recipe: Mapping[str, Any]) -> int:
-    """Return a layout's `optimizer_weight_shard_size`; 0 if the optimizer is not sharded, or over all ranks."""
+    """Return a layout's `optimizer_weight_shard_size`.
+
+    The size is 0 if the optimizer is not sharded, or is sharded over all ranks.
+    """
     # Muon wants the ranks of a group, at most those of data parallelism
     return sharding.dp if sharding.zero and recipe["optimizer"]["type"] == MUON else 0
 

@@ -100,7 +100,9 @@ CASES = tuple(_read())
 
 
 def cases_of(recipe: Mapping[str, Any]) -> list[Case]:
-    """Return all strategies; one that needs what a recipe on one worker lacks is not executable."""
+    """Return all strategies; a strategy that needs something that the recipe on one worker lacks is marked as not
+    executable.
+    """
     model = recipe["model"]["model_config"]
     optimizer = (recipe.get("optimizer") or {}).get("type", "AdamW")
     lacking = ((case, case.lacks(model, optimizer)) for case in CASES)
@@ -113,8 +115,9 @@ def baseline_variant(name: str) -> Variant:
 
 
 def one_worker(path: str) -> Recipe:
-    """Return the recipe in the file `path` for one CPU worker with the whole global batch, only with plugins that
-    change the model; of a recipe for Ascend its mini recipe. Raise RecipeError if it cannot be trained.
+    """Return the recipe in the file `path` for one CPU worker with the whole global batch, and only with those plugins
+    that change the model; for a recipe for Ascend, return its mini recipe in this form. Raise RecipeError if the recipe
+    cannot be trained.
     """
     recipe = load_recipe(path)
     if not View(recipe).on_cpu:
@@ -131,7 +134,7 @@ def one_worker(path: str) -> Recipe:
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
-    """Return the number of samples that all data-parallel workers of a CPU recipe train in a step."""
+    """Return the number of samples on which all data-parallel workers of a CPU recipe train in a step."""
     return View(Recipe(recipe)).global_batch
 
 
@@ -239,7 +242,9 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Return why a layout is not legal for the recipe's model, or cannot be compared; "" if it is and can."""
+    """Return why a layout is not legal for the recipe's model, or cannot be compared; return "" if it is legal and can
+    be compared.
+    """
     model = recipe["model"]["model_config"]
     if lacking := Case("", "", sharding=sharding).lacks(model):
         return lacking

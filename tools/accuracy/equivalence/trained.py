@@ -104,7 +104,7 @@ class Comparison:
 
 
 def describe_ranks(ranks: Iterable[int], sharding: Sharding) -> str:
-    """Return a list of ranks with the coordinates that they have in common: ``ranks 2-3 (dp 1)``."""
+    """Return a text that names ranks and the coordinates that they have in common, such as ``ranks 2-3 (dp 1)``."""
     chosen = sorted(ranks)
     # the ranks of a tensor-parallel group have consecutive numbers
     sizes = {"pp": sharding.pp, "dp": sharding.dp, "cp": sharding.cp, "tp": sharding.tp}
@@ -199,7 +199,9 @@ def samples(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
-    """Return the names, without their prefix, of the tensors with a prefix that both trainings recorded."""
+    """Return the names, without the prefix, of the tensors that both trainings recorded and whose names begin with a
+    prefix.
+    """
     return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
 
 
@@ -253,7 +255,9 @@ def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 
 def phases(run: Trained, step: int) -> tuple[At, At]:
-    """Return where the cause of a wrong loss and of a wrong gradient lies: after step 1, in the optimizer."""
+    """Return the phase in which the cause of a wrong loss lies, and the phase for a wrong gradient; in steps after step
+    1 both are the optimizer.
+    """
     return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
 
 
@@ -292,7 +296,8 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return the error of a weight that may follow from errors of its gradients that Table 2 allows.
+    """Return, for each element of a weight, the largest error that errors of its gradients within the tolerance of
+    Table 2 can cause.
 
     AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
     learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the

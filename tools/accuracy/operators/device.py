@@ -1,4 +1,7 @@
-"""This module runs operators in PyNative mode on this host's device; no other module here imports mindspore."""
+"""This module runs operators in PyNative mode on this host's device.
+
+No other module of this package imports mindspore.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Return an operator's outputs (bfloat16 as float32); raise NotRunnableError without a kernel for this type."""
+        """Return an operator's outputs (bfloat16 as float32); raise NotRunnableError if the device has no kernel for
+        this type.
+        """
         return self._caught(lambda: as_tuple(spec.call(self._ms, *self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(

@@ -237,7 +237,9 @@ def _routed(rng, tokens, experts):
 
 
 def sort_maps(experts: Array) -> tuple[Array, Array]:
-    """Return for the k copies of N tokens, int [N k], the order by expert (stable), and each copy's place in it."""
+    """Return for the k copies of N tokens, int [N k], the order by expert (stable), and the place of each copy in this
+    order.
+    """
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     return order, np.argsort(order, kind="stable").astype(np.int32)
 

@@ -31,7 +31,9 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values with magnitudes below `bound` replaced by it; each keeps its sign, also zero."""
+    """Return the values, in which magnitudes below `bound` are replaced by `bound`; each value keeps its sign, also
+    zero.
+    """
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
 
@@ -61,7 +63,7 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """Return the values with denormals as zeros, which keep the sign if `signed`."""
+    """Return the values, in which denormals are replaced by zeros; the zeros keep the sign if `signed`."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 

@@ -137,7 +137,7 @@ def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
 
 
 def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picking rows of a table by `index` [P]: the rows of `dout` [P, h] added at them."""
+    """Return the gradient of picking rows of a table by `index` [P]: rows of `dout` [P, h] added at these indices."""
     grad = np.zeros_like(table)
     np.add.at(grad, index, dout)
     return (grad,)

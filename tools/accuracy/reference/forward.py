@@ -76,7 +76,9 @@ class Forward:
         return hyper_connections.forward(x.reshape(-1, *x.shape[2:]), weights, one, iterations, eps).reshape(x.shape)
 
     def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-        """Return the output [B, S, h] of an MTP layer, from the next tokens' ids [B, S] and the layer before."""
+        """Return the output [B, S, h] of an MTP layer, from the next tokens' ids [B, S] and the output of the layer
+        before.
+        """
         name = f"model.layers.{number}"
         embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
         joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
@@ -121,7 +123,9 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return RoPE of neighbouring pairs of x [B, S, N, D]: all first elements, then all second ones."""
+        """Return x [B, S, N, D] with its neighbouring pairs rotated by RoPE: first the first elements of all pairs,
+        then the second elements.
+        """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]
         cos, sin = np.cos(angles), np.sin(angles)

@@ -53,7 +53,7 @@ def read(file: str | Path) -> Arrays:
 
 
 def below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
-    """Return the arrays whose names begin with a prefix, by their names without it."""
+    """Return the arrays whose names begin with a prefix, by their names without this prefix."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 

@@ -24,8 +24,9 @@ SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
-    """Return float32 weights by Hugging Face's names. Norms are not 1 and biases not 0, so that one that is left out
-    shows; the others are small: with unit variance rounding would change the loss of step 20 by 1e-3.
+    """Return float32 weights by Hugging Face's names. Norms are not 1 and biases are not 0, so that leaving one out
+    changes the results. All other weights are small, because with unit variance rounding would change the loss of step
+    20 by 1e-3.
     """
     return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
@@ -74,16 +75,18 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
         raise RecipeError(
-            f"optimizer.type: the training of Hugging Face's DeepseekV3 supports only AdamW, not {optimizer['type']!r}"
+            "optimizer.type: tc3's reference training with Hugging Face's DeepseekV3 supports only AdamW, not "
+            f"{optimizer['type']!r}"
         )
     if recipe.get("grouped_lr_schedule"):
         raise RecipeError(
-            "grouped_lr_schedule: the training of Hugging Face's DeepseekV3 has one learning rate for all weights; "
-            "leave this section out"
+            "grouped_lr_schedule: tc3's reference training with Hugging Face's DeepseekV3 has one learning rate for "
+            "all weights; leave this section out"
         )
     if wrapper.get("scale_sense", 1.0) != 1.0:
         raise RecipeError(
-            "runner_wrapper.scale_sense: the training of Hugging Face's DeepseekV3 does not scale the loss; write 1.0"
+            "runner_wrapper.scale_sense: tc3's reference training with Hugging Face's DeepseekV3 does not scale the "
+            "loss; write 1.0"
         )
     schedule, betas = recipe["lr_schedule"], optimizer.get("betas") or BETAS
     return Hyper(
@@ -100,8 +103,8 @@ def rate(schedule: Mapping[str, Any], step: int) -> float:
     kind = schedule["type"]
     if kind not in SCHEDULES:
         raise RecipeError(
-            f"lr_schedule.type: the training of Hugging Face's DeepseekV3 supports only {' and '.join(SCHEDULES)}, not "
-            f"{kind!r}"
+            "lr_schedule.type: tc3's reference training with Hugging Face's DeepseekV3 supports only "
+            f"{' and '.join(SCHEDULES)}, not {kind!r}"
         )
     if schedule.get("learning_rate") is None:
         raise RecipeError("lr_schedule.learning_rate: the key is missing; write the rate that the warm-up reaches")

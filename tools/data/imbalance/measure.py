@@ -3,10 +3,11 @@ with `plugins/attention_balance`.
 
 1. The module maps the document lengths of PREFIX.idx into memory, and builds the dataset's index as MindFormers will
    build it; no token is read.
-2. The module counts the documents of every sample that the run trains (without the samples that `plugins.spike_guard`
-   leaves out), and compares this number with the number of documents that the compressed attention mask can hold.
-3. For some steps, spread over the run, the module computes the cost of each sample, the device that trains the sample,
-   and the work of the slowest device divided by the mean over devices.
+2. The module counts the documents of every sample on which the run trains (without the samples that
+   `plugins.spike_guard` leaves out), and compares this number with the number of documents that the compressed
+   attention mask can hold.
+3. For some steps, spread over the run, the module computes the cost of each sample, the device that trains on the
+   sample, and the work of the slowest device divided by the mean over devices.
 
 The time of a device's computation is modelled: it is proportional to the FLOPs, at the same FLOP rate for attention and
 all other work, or follows the measured costs in the recipe's plugin section. The estimator predicts the other seconds
@@ -291,7 +292,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
     used = lengths[: round(setting.training_share * len(lengths))]
     if not len(used):
         raise DataError(
-            f"the share of training in train_dataset.data_loader.config.split rounds to none of the {len(lengths):,} "
+            f"the share of training in train_dataset.data_loader.config.split is rounded to 0 of the {len(lengths):,} "
             "documents; write a larger share, or add documents"
         )
     reporter.start(f"shuffling {len(used):,} documents as the dataset does", 1)
@@ -311,8 +312,8 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
 
 
 def trained_items(available: int, skipped: Ranges, trained: int) -> np.ndarray:
-    """Return the items of a dataset that a run trains, in order, int64 [`trained`]: items further behind take the
-    places of those that `plugins.spike_guard` leaves out.
+    """Return in order the items of a dataset on which a run trains, int64 [`trained`]; later items take the places of
+    items that `plugins.spike_guard` leaves out.
 
     Args:
         available: the number of items of the dataset.
@@ -325,7 +326,7 @@ def trained_items(available: int, skipped: Ranges, trained: int) -> np.ndarray:
     if end > available:
         raise DataError(
             "plugins.spike_guard.skipped: without the samples that are left out, the data lacks "
-            f"{end - available:,} of the {trained:,} samples that the run trains; train fewer steps, or add data"
+            f"{end - available:,} of the {trained:,} samples that the run needs; train fewer steps, or add data"
         )
     stays = np.ones(end, bool)
     for first, stop in skipped:

@@ -175,18 +175,18 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
 
 
 def _notes_on_steps(view: View, layout: Layout, skipped: Ranges) -> Iterator[str]:
-    """Yield sentences about steps of the run that train other samples than the steps that are measured here."""
+    """Yield sentences about steps of the run that train on other samples than the steps that are measured here."""
     if skipped:
         note = f"the {count(skipped):,} samples in plugins.spike_guard.skipped are left out, as in training"
         if layout.window > 1 or any(end % layout.batch for pair in skipped for end in pair):
             note += (
                 "; with plugins.attention_balance a run plans all samples and leaves out places of the planned order, "
-                "so that some of its steps train other samples than here"
+                "so that some of its steps train on other samples than are measured here"
             )
         yield note
     if view.ramp.stages:
         yield (
-            "the batch grows by plugins.batch_ramp; these numbers are as if every step trained the full "
+            "the batch grows by plugins.batch_ramp; these numbers assume that every step trains on the full "
             f"{layout.batch:,} samples"
         )
 

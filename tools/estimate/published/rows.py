@@ -97,7 +97,7 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
     form = _form(config)
     if foreign := [] if card else [key for key in config if key not in _FORMS[form]]:
         raise DataError(
-            f"{place}.config.{foreign[0]}: the key is not read in a row that has {form}; such a row may have "
+            f"{place}.config.{foreign[0]}: a row that has {form} must not have this key; it may have "
             f"{', '.join(_FORMS[form])}"
         )
     if config.get("shared") and config.get("shared_ffn"):

@@ -67,8 +67,8 @@ class Ranking:
     near: Ranking | None = None
 
     def admit(self, fitting: Mapping[Ranked, tuple[float, float]], request: Request) -> None:
-        """Move the candidates of `near` for which a layout was found that fits to the others, and do not count them any
-        longer as dropped.
+        """Take those candidates of `near` for which a fitting layout was found among the other candidates, and no
+        longer count them as dropped.
 
         Args:
             fitting: the seconds of a step and the peak bytes of the layout of each candidate that fits.
@@ -215,9 +215,10 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
 
 def nearly_fitting(peaks: np.ndarray, static: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.ndarray:
     """Return which candidates do not fit with balanced layers, but may fit if layers move from full stages to stages
-    with room, as bool [candidates, recompute]. All others fit with no placement: wherever layers are, the weights,
-    gradients and optimizer state of the stages, `static` [candidates, stages], are as many bytes. Only layers with
-    "planned" recomputation are placed. The other arguments are those of `fitting`.
+    with room, as bool [candidates, recompute]. All other candidates that do not fit have no placement that fits,
+    because the sum of `static` [candidates, stages] over the stages (weights, gradients and optimizer state) is the
+    same wherever the layers are. Only layers with "planned" recomputation are placed. The other arguments are those of
+    `fitting`.
     """
     movable = (peaks.min(axis=1) > cap).any(axis=1) & (static.mean(axis=1) <= cap)
     return np.column_stack([movable & np.bool_(word == PLANNED) for word in recompute])
@@ -311,8 +312,8 @@ class Chances:
 
 
 def layout_of(candidate: Candidate) -> tuple[int, ...]:
-    """Return the values of a candidate strategy that make it another layout: tp, pp, cp, ep, vpp and the micro-batch
-    size. Candidates that differ only in dispatch mode or sharding have the same layout.
+    """Return the values of a candidate strategy by which layouts differ: tp, pp, cp, ep, vpp and the micro-batch size.
+    Candidates that differ only in dispatch mode or sharding have the same layout.
     """
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
 

@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens that the whole run trains in a second."""
+        """Return the number of tokens on which the whole run trains in a second."""
         return self.config.tokens / self.seconds
 
     @property
@@ -264,9 +264,9 @@ def add_loads(
     found: Found, text: str, times: TimeModel, progress: Progress, others: Mapping[str, Entry] | None = None
 ) -> None:
     """Rank the layouts of a search, and the layouts in `others` (schedule -> layout), under the loads of `--loads`, and
-    add this ranking to the results. If the recipe's own layout is before all layouts of the search, and the search may
-    take it, it becomes one of them. If the user presses Ctrl-C during the ranking, add no ranking and mark the search
-    as interrupted.
+    add this ranking to the results. If the recipe's own layout ranks before all layouts of the search, and the search
+    may take it, it becomes one of the search's layouts. If the user presses Ctrl-C during the ranking, add no ranking
+    and mark the search as interrupted.
     """
     request = found.request
     room = Room(request.cap, request.cap_source, request.margin)

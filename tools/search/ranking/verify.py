@@ -73,8 +73,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A `Wrong` is a part of the predicted memory that a dry run contradicts, with the predicted and the compiled bytes
-    on the stage where they differ the most.
+    """A `Wrong` is a part of the predicted memory that a dry run contradicts. It holds the bytes of this part on the
+    stage where they differ the most: as predicted, and as counted from the compiled graphs.
     """
 
     layout: str
@@ -210,7 +210,7 @@ def verify(
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool, loads: Judged | None = None) -> Verdict:
     """Return the verdict on a strategy after its dry run. For uneven loads, the additional bytes of the fullest step
-    (from the memory model) are added to the compiled bytes.
+    (from the memory model) are added to the bytes that the dry run counts from the compiled graphs.
     """
     estimate = max(found.total, default=0)
     if not found.exact:

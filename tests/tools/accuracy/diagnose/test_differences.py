@@ -204,7 +204,7 @@ def test_other_bits_do_not_hide_the_difference_that_comes_after_them(pair, tmp_p
     verdict = pair(but(loss=lambda loss, _: loss + 1e-9, decay=lambda *_: 0.1))
     assert first(verdict) == (2, "update", "layers.0.norms") and verdict.findings[0].stage == "forward"
     text = "\n".join(report(verdict, [read_side(tmp_path / name) for name in "ab"]))
-    assert f"before it, {verdict.before} differ in bits only" in text and verdict.before >= 2
+    assert f"before it, {verdict.before} differences are in bits only" in text and verdict.before >= 2
 
 
 def test_a_share_of_the_same_batch_is_the_layout(pair):

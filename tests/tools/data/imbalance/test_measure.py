@@ -288,7 +288,7 @@ def test_why_costs_are_equal(overrides: list[str], why: str) -> None:
         (["context.device_target=Ascend"], "up to the attention kernel"),
         ([GUARD], "the 16 samples in plugins.spike_guard.skipped are left out, as in training"),
         (["plugins.spike_guard={skipped: [[3, 9]]}"], "leaves out places of the planned order"),
-        (["plugins.batch_ramp={stages: [[10, 4]]}"], "as if every step trained the full 8 samples"),
+        (["plugins.batch_ramp={stages: [[10, 4]]}"], "assume that every step trains on the full 8 samples"),
     ],
 )
 def test_notes(prefix: str, overrides: list[str], word: str) -> None:
@@ -334,7 +334,7 @@ def test_samples_of_another_length_than_the_model_reads_or_ranks_divide_are_refu
 
 def test_a_split_that_rounds_to_no_document_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path / "few", np.full(3, 2000, np.int32), 1000, 0, 1)
-    with pytest.raises(DataError, match=r"split rounds to none of the 3 documents"):
+    with pytest.raises(DataError, match=r"split is rounded to 0 of the 3 documents"):
         imbalance(tmp_path / "few", recipe_of(TWO_WORKERS, APART, f'{CONFIG}.split="0.15, 0.85, 0"'))
 
 
