@@ -56,11 +56,14 @@ def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
 def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_path):
     """With less effort, or after Ctrl-C, a slower layout took its place."""
     step, path = 1.01 * made.predicted["step_s"], tmp_path / "recipe.layout.yaml"
-    monkeypatch.setattr("tools.layout.place.place", lambda config, *_: Placement(config, step, step, (GIB,) * 8))
+    late = Placement(from_recipe(load_recipe(LARGE)), 0.0, 0.0, (GIB,) * 8, cut=True)
+    monkeypatch.setattr("tools.layout.place.place", lambda *_: replace(late, step_s=step, bound_s=step))
 
     def again(before, **more):
         write_layout(before, path, "a test")
-        return make_layout(load_recipe(LARGE), "atlas_800t_a2", Budget(1), path=path, **more)
+        found = make_layout(load_recipe(LARGE), "atlas_800t_a2", budget := Budget(1), path=path, **more)
+        assert budget.cut, "the time limit ended this search, whichever layout is the answer"
+        return found
 
     assert again(made) == made
     assert again(made, margin=0.6) != made  # it does not fit into so little memory
