@@ -218,13 +218,17 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, 
 
     def late(_recipe, _cluster, budget, _seed, _margin, path):
         budget.cut = True
-        return replace(read_layout(path), predicted={**before.predicted, "step_s": 99.0, "bound_s": 0.0})
+        kept = read_layout(path)
+        return replace(kept, predicted={**kept.predicted, "step_s": 99.0, "bound_s": 0.0})
 
     monkeypatch.setattr("tools.search.cli.make_layout", late)
     ended = run_layout(recipe, "--out", mine)
     assert f"no faster layout, with its times predicted anew: {mine}" in ended.stderr
     assert "the time limit ended it" in ended.stderr and "99.000 s; no bound on other" in ended.stdout
     assert maker_of(mine) == "a test" and read_layout(mine).predicted["step_s"] == 99.0
+    monkeypatch.undo()
+    other = run_layout(recipe, "--effort", "1", "--out", mine, "--memory-margin", "0.09")
+    assert f"written: {mine}" in other.stderr and "--memory-margin 0.09" in maker_of(mine), "made with another margin"
 
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
