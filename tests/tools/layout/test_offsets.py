@@ -12,8 +12,10 @@ from launch.train import build_config
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.estimate.configuration import PATTERNS
+from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import peak_memory
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.offsets import digest_of, even_layout, inputs_of, path_of, read_layout, write_layout
@@ -74,6 +76,10 @@ def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_pat
     others = {"cluster": "h100"}, {"digest": "0" * 16}, {"offset": [[0]]}, {"recompute": "all"}, {"predicted": None}
     for other in others:
         assert again(replace(made, **other)).predicted["step_s"] == pytest.approx(step, abs=1e-4)
+    write_layout(made, path, "a test")
+    own = from_recipe(resolve(recipe_with(tmp_path, "auto")))
+    step = TimeModel(cluster("atlas_800t_a2")).step(own, simulated=True).total
+    assert again(made) == made, "a whole search knows more of an equally fast layout than one that was ended"
     step *= 0.9
     assert again(made) != made
 
