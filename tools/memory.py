@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from plugins.errors import RecipeError
+from plugins.errors import DataError, RecipeError
 from plugins.expert_balance import settings as expert_balance
 from tools.check.check import new_errors, require_sound
 from tools.estimate.configuration import Configuration
@@ -30,7 +30,7 @@ from tools.estimate.efficiency import error_lines, known_error
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.loads import HELP, Loads, loads_of
 from tools.estimate.memory.changes import Change, pairs_of_changes, single_changes
-from tools.estimate.memory.loaded import Even, judge
+from tools.estimate.memory.loaded import Even, Judged, judge
 from tools.estimate.memory.model import STATIC, StageMemory, all_stages, exchanged, peak_memory
 from tools.estimate.memory.room import (
     DOES_NOT_FIT,
@@ -91,7 +91,12 @@ def verdict(peak: float, room: Room) -> str:
 
 
 def explain(
-    recipe: Recipe, times: TimeModel, room: Room, pairs: bool = True, terms: MemoryTerms = AS_MODELLED
+    recipe: Recipe,
+    times: TimeModel,
+    room: Room,
+    pairs: bool = True,
+    terms: MemoryTerms = AS_MODELLED,
+    loads: str | None = None,
 ) -> list[Proposal]:
     """Return changes to the recipe that free memory, the best changes first. First come changes after which the recipe
     fits (sorted by step time), then changes after which it might fit, and then all other changes (sorted by freed
@@ -99,16 +104,20 @@ def explain(
 
     Args:
         terms: the measured factors of the predicted memory.
+        loads: the text of `--loads`, under which a change must fit, too; None for even loads only. Sizes and step times
+            are those of even loads.
 
     Raises:
         RecipeError: the recipe cannot be predicted.
     """
     config = from_recipe(resolve(recipe))
-    # changes are made for a modelled limit: the one at which the measured peak is at the room's
-    limit = room.bytes * peak_memory(config) / _peak(config, terms)
-    singles = single_changes(config, limit)
-    proposed = partial(_proposal, recipe, config, times=times, room=room, terms=terms)
-    found = [proposal for change in singles if (proposal := proposed(change))]
+    peak = _peak(config, terms)
+    judged = _judged(config, room, loads_of(loads, config), terms) if loads is not None else None
+    most = max(peak, float(judged.total.max())) if judged else peak
+    # changes are made for a modelled limit: the one at which the measured peak, with what loads add, is at the room's
+    limit = (room.bytes - (most - peak)) * peak_memory(config) / peak
+    proposed = partial(_proposal, recipe, config, times=times, room=room, terms=terms, loads=loads)
+    found = [proposal for change in single_changes(config, limit) if (proposal := proposed(change))]
     if pairs and not any(one.fit == FITS and not one.refused for one in found):
         both = sorted(pairs_of_changes(config, limit), key=lambda change: _order_of(change, times, room, terms))
         found += [one for change in both[:PAIRS] if (one := proposed(change))]
@@ -141,6 +150,22 @@ def _peak(config: Configuration, terms: MemoryTerms) -> float:
     return max(applied(memory, terms).peak for memory in all_stages(config))
 
 
+def _judged(config: Configuration, room: Room, loads: Loads | None, terms: MemoryTerms) -> Judged | None:
+    """Return how a run fits under loads; None without experts. Measured factors are of the memory at even loads."""
+    peaks = [applied(memory, terms).peak for memory in all_stages(config)] if terms != AS_MODELLED else []
+    evens = [Even(place, peak, peak, peak) for place, peak in enumerate(peaks)]
+    return judge(config, room, loads, evens) if config.model.experts else None
+
+
+def _fit(config: Configuration, peak: float, room: Room, terms: MemoryTerms, loads: str | None) -> str:
+    """Return whether a changed run fits, also under the loads; unknown if its loads do not follow from the text."""
+    try:
+        judged = _judged(config, room, loads_of(loads, config, of_many=True), terms) if loads is not None else None
+    except (DataError, RecipeError):
+        return _worst([verdict(peak, room), UNKNOWN])
+    return _worst([verdict(peak, room), *([judged.verdict] if judged else [])])
+
+
 def _proposal(
     recipe: Recipe,
     before: Configuration,
@@ -148,6 +173,7 @@ def _proposal(
     times: TimeModel,
     room: Room,
     terms: MemoryTerms,
+    loads: str | None,
 ) -> Proposal | None:
     """Return a change as keys of a recipe, with predictions for the changed recipe; None if MindFormers has no keys for
     the change.
@@ -174,7 +200,7 @@ def _proposal(
         freed=now - peak,
         step_s=seconds,
         slower=seconds / own - 1 if seconds and own else None,
-        fit=verdict(peak, room),
+        fit=_fit(config, peak, room, terms, loads),
         refused=refused[0] if refused else "",
     )
 
@@ -208,6 +234,7 @@ _LEGEND = (
     " and working (docs/memory.md)"
 )
 _OWNERS = 8  # lines of a peak's owners
+_WIDTH = 130  # of tables in a file or pipe
 _PASSES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
@@ -263,19 +290,14 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
     )
     for owner in peak["owners"][:_OWNERS]:
         console.print(f"  {owner['bytes'] / unit:7.2f}  {owner['part']}: {owner['module']}")
-    rest = peak["owners"][_OWNERS:]
-    if rest:
-        size = sum(owner["bytes"] for owner in rest) / unit
-        console.print(f"  {size:7.2f}  {len(rest)} more module{'s' * (len(rest) > 1)}, see --json", style="dim")
+    if rest := peak["owners"][_OWNERS:]:
+        words = f"{len(rest)} more module{'s' * (len(rest) > 1)}, see --json"
+        console.print(f"  {sum(owner['bytes'] for owner in rest) / unit:7.2f}  {words}", style="dim")
 
 
 def _as_yaml(value: Any) -> str:
     """Return a value as a recipe or `--set` takes it; a backslash of a pattern is escaped in JSON as in YAML."""
     return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-
-
-def _share(more: float | None) -> str:
-    return "unknown" if more is None else f"{more:+.1%}"
 
 
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
@@ -298,18 +320,17 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fi
     table.add_column("change")
     for row in proposals:
         fit = "refused by tc3 check" if row["refused"] else row["fit"]
-        sizes = (f"{row['peak'] / unit:.1f}", f"{row['freed'] / unit:.1f}", _share(row["slower"]))
+        slower = "unknown" if row["slower"] is None else f"{row['slower']:+.1%}"
+        sizes = (f"{row['peak'] / unit:.1f}", f"{row['freed'] / unit:.1f}", slower)
         keys = "\n".join(f"  {key}: {_as_yaml(value)}" for key, value in row["keys"].items())
         table.add_row(*sizes, fit, f"{row['name']}\n{keys}" + (f"\n  {row['refused']}" if row["refused"] else ""))
     console.print(table)
     console.print(
-        "Each row was predicted from its keys and checked by tc3 check. The step time is modelled, relative to the"
-        " recipe's own. Swapping to the host and optimizer_level: level3 are not predicted, and so not proposed.",
+        "Each row was predicted from its keys and checked by tc3 check. Sizes and step times are of even loads, also"
+        " where --loads decides whether a row fits; the step time is modelled, relative to the recipe's own."
+        " Swapping to the host and optimizer_level: level3 are not predicted, and so not proposed.",
         style="dim",
     )
-
-
-_WIDTH = 130  # of tables in a file or pipe
 
 
 @click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
@@ -400,7 +421,7 @@ def memory(
     room = room.less(terms.reserve_bytes)
     every = [applied(one, terms) for one in all_stages(config)]
     asked = loads_of(loads, config) if loads is not None else None
-    report, line = _report(config, times, room, stage, asked, every, measured is not None)
+    report, line = _report(config, times, room, stage, asked, every, terms)
     moves = expert_balance.moves(View(loaded).get(("plugins", "expert_balance")))
     report |= {
         "recipe": loaded.source,
@@ -410,7 +431,7 @@ def memory(
     report["fit"] = _worst([report["fit"], *([report["exchange"]["fit"]] if report["exchange"] else [])])
     if explain_oom:
         with saying("changing the recipe"):
-            report["proposals"] = [dataclasses.asdict(row) for row in explain(written, times, room, terms=terms)]
+            report["proposals"] = [dataclasses.asdict(row) for row in explain(written, times, room, True, terms, loads)]
         report["known_step_errors"] = known.as_json() if (known := known_error(hardware)) else None
     if picture:
         few, step = report["micro_batches"]["drawn"], report["micro_batches"]["step"]
@@ -437,10 +458,10 @@ def _report(
     stage: int | None,
     loads: Loads | None,
     every: Sequence[StageMemory],
-    measured: bool,
+    terms: MemoryTerms,
 ) -> tuple[dict[str, Any], TimeLine]:
-    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need; `measured`
-    says whether `every` has measured factors, to which only what the loads add is modelled.
+    """Return bytes by stage, the time line of a stage with its peak's owners, and what uneven loads need; the bytes of
+    `every` stage have the measured factors `terms`.
     """
     peaks = [memory.peak for memory in every]
     number = peaks.index(max(peaks)) if stage is None else stage
@@ -450,13 +471,11 @@ def _report(
     line = time_line(config, number, simulation)
     drawn = len({op.micro_batch for op in simulation.orders[number]})
     fits = [verdict(peak, room) for peak in peaks]
-    evens = [Even(place, peak, peak, peak) for place, peak in enumerate(peaks)] if measured else []
-    judged = judge(config, room, loads, evens) if config.model.experts else None
-    found = [*fits, *([judged.verdict] if judged else [])]
+    judged = _judged(config, room, loads, terms)
     errors = known_errors().errors.values()
     report = {
         "stages": [one.as_json() | {"stage": place, "fit": fits[place]} for place, one in enumerate(every)],
-        "fit": _worst(found),
+        "fit": _worst([*fits, *([judged.verdict] if judged else [])]),
         "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
         "known_error": [min(errors), max(errors)],
         "peak": {"stage": number, **line.peak_as_json()},

@@ -239,7 +239,7 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
     """
     *lead, size = costs.shape
     assert size == ranks * micro_batches * slots
-    weights = _integers(costs.reshape(-1, size))
+    weights = integers(costs.reshape(-1, size))
     if objective.ranks_per_barrier == 1:
         plan = _ranks_alone(weights, ranks, micro_batches, slots, objective)
     else:
@@ -259,7 +259,7 @@ def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
     return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)
 
 
-def _integers(costs: np.ndarray) -> np.ndarray:
+def integers(costs: np.ndarray) -> np.ndarray:
     """Return costs [rows, n] as int64 numbers of at most 32 bits, whose sums are exact, so that every rank of a mixed
     cluster finds the same plan.
     """

@@ -19,13 +19,14 @@ plugin needs (`check`, `schedule_of`, `layout_of`). The module needs only NumPy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from plugins.attention_balance.assign import assign, loads_of, taken, unscheduled
+from plugins.attention_balance.assign import assign, integers, loads_of, taken, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound, objective_of
 from plugins.attention_balance.samples import MEASURED, UNITS, Cost, check_apart, padding_under
 from plugins.errors import RecipeError
@@ -176,18 +177,28 @@ def _plan(costs: np.ndarray, layout: Layout, first: int, stop: int) -> np.ndarra
 def _looking_ahead(batch: np.ndarray, layout: Layout) -> np.ndarray:
     """Return the positions in `batch` [steps, batch] of each step's samples; the samples of a window are dealt out to
     its steps if the steps then take less time.
+
+    The times are compared as integers (see `assign`): rounding must neither move samples whose steps take the same
+    time, nor let two ranks of a mixed cluster decide differently.
     """
-    shape, objective = (layout.ranks, layout.micro_batches, layout.slots), layout.objective
     position = np.arange(batch.size).reshape(batch.shape)
     for at in range(0, len(batch), layout.window):
         own = batch[at : at + layout.window]
+        weights = integers(own.reshape(1, -1)).ravel()
+        kept = np.arange(own.size).reshape(own.shape)
         dealt = deal(own, layout.ranks * layout.slots)
-        mixed = own.ravel()[dealt]
-        apart = objective.step_time(loads_of(own, assign(own, *shape, objective))).sum()
-        together = objective.step_time(loads_of(mixed, assign(mixed, *shape, objective))).sum()
-        if together < apart:
+        if _seconds(own, weights, dealt, layout) < _seconds(own, weights, kept, layout):
             position[at : at + layout.window] = at * layout.batch + dealt
     return position
+
+
+def _seconds(own: np.ndarray, weights: np.ndarray, position: np.ndarray, layout: Layout) -> float:
+    """Return the time of the steps of a window whose samples are at `position` in `own`, in the unit of `weights`. The
+    sum is exact, so it does not depend on the order in which a processor adds numbers.
+    """
+    shape, objective = (layout.ranks, layout.micro_batches, layout.slots), layout.objective
+    plan = assign(own.ravel()[position], *shape, objective)
+    return math.fsum(objective.step_time(loads_of(weights[position], plan)).tolist())
 
 
 _SECONDS = "write measured seconds, 0 or more"

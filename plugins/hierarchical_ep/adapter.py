@@ -35,7 +35,7 @@ def enable(config, settings) -> None:
         )
     ours = reader.read(
         settings,
-        config.parallel_config.expert_parallel,
+        config.parallel_config.expert_parallel if config.use_parallel else 1,
         model_config.get("npu_nums_per_device") or DEVICES_PER_NODE,
         model_config.n_routed_experts,
         get_rank() if config.use_parallel else 0,

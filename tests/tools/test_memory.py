@@ -14,7 +14,9 @@ from tools.check.check import check_recipe
 from tools.dryrun.cli import advice
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.loads import loads_of
 from tools.estimate.memory.changes import fewest_recomputed, pairs_of_changes, single_changes
+from tools.estimate.memory.loaded import judge
 from tools.estimate.memory.model import all_stages, peak_memory, stage_memory
 from tools.estimate.memory.room import DOES_NOT_FIT, FITS, UNKNOWN, Room, room_of
 from tools.estimate.time_model import TimeModel
@@ -173,7 +175,7 @@ def test_the_verdict_of_a_model_with_experts_is_that_of_the_measured_memory(time
     terms = MemoryTerms(factor, factor, 0.0, 0.0)
     every = [applied(stage, terms) for stage in all_stages(config)]
     room = Room(1.01 * peak_memory(config), "a test", 0.05)
-    report, _ = _report(config, times, room, None, None, every, measured=True)
+    report, _ = _report(config, times, room, None, None, every, terms)
     assert report["fit"] == fit == _worst([stage["fit"] for stage in report["stages"]])
 
 
@@ -367,6 +369,22 @@ def test_uneven_loads_are_judged_below_the_table(tmp_path):
     assert even["loads"]["stages"][3]["bytes"] == even["stages"][3]["peak"]
     dense = json.loads(run("--json", recipe="recipes/telechat3_36b/pretrain_8k.yaml").stdout)
     assert dense["loads"] is None
+
+
+def test_a_change_under_loads_fits_only_if_all_their_steps_do(times):
+    """Changes were said to make the recipe fit that fit only at even loads."""
+    recipe, loads = load_recipe(LARGE), "10"
+    room = room_of(recipe, times.hardware, 32)
+    even, found = (explain(recipe, times, room, pairs=False, loads=text) for text in (None, loads))
+    for row in found:
+        changed = recipe
+        for key, value in row.keys.items():
+            changed = with_value(changed, key.split("."), value)
+        config = from_recipe(changed)
+        judged = judge(config, room, loads_of(loads, config, of_many=True))
+        assert row.fit == _worst([verdict(row.peak, room), judged.verdict]), row.name
+    fits = [{row.name for row in rows if row.fit == FITS} for rows in (even, found)]
+    assert fits[1] and fits[0] - fits[1]
 
 
 def test_moving_experts_is_judged_between_two_steps():

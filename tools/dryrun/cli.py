@@ -176,8 +176,8 @@ def dryrun(
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
     report = report_of(loaded, plan, results, View(loaded).node, lines, asked, round(reserve))
-    if any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"]):
-        words = advice(loaded, report["stages"][0]["memory"]["limit"], sets, measured)
+    if _exceeds(report):
+        words = advice(loaded, report["stages"][0]["memory"]["limit"], sets, measured, loads)
         report["problems"].append(f"context.max_device_memory: {words}")
     if picture:
         draw(report, picture)
@@ -187,6 +187,12 @@ def dryrun(
         write_line(lines[fullest], title, report["stages"][0]["memory"]["limit"], time_line)
     proof = partial(proof_of, loaded, plan, results, jobs, not no_cache, as_json) if prove else None
     sys.exit(1 if _tell(report, proof, as_json) else 0)
+
+
+def _exceeds(report: Mapping[str, Any]) -> bool:
+    """Return whether a stage does not fit at even loads, or at some step of the loads that were asked for."""
+    steps = (report.get("loads") or {}).get("steps", {})
+    return bool(steps.get("need_more")) or any(stage["fit"] == DOES_NOT_FIT for stage in report["stages"])
 
 
 def _sized(path: Path, overrides: Sequence[str], devices: int | None) -> tuple[Recipe, list[str]]:
@@ -199,11 +205,15 @@ def _sized(path: Path, overrides: Sequence[str], devices: int | None) -> tuple[R
 _SHOWN = 3  # changes of each sort
 
 
-def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = (), measured: Path | None = None) -> str:
+def advice(
+    recipe: Recipe, limit: int, overrides: Sequence[str] = (), measured: Path | None = None, loads: str | None = None
+) -> str:
     """Return one line of text that names the single changes with which a recipe fits into `limit` bytes, and the memory
     that it needs with other changes. The changes are those that `tc3 memory --explain-oom` proposes and `tc3 check`
     does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named, as
-    is the bundle of `--measured`; of several texts for one key the last one counts.
+    are the bundle of `--measured` and the text of `--loads`; of several texts for one key the last one counts. The file
+    of `--time-line` is not part of it, because the named command would replace the compiled bytes in it by modelled
+    ones.
     """
     room, times = (
         Room(limit, "context.max_device_memory", known_errors().margin),
@@ -211,7 +221,7 @@ def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = (), measured: 
     )
     try:
         require_known(recipe)
-        found = [one for one in explain(recipe, times, room, pairs=False) if not one.refused]
+        found = [one for one in explain(recipe, times, room, pairs=False, loads=loads) if not one.refused]
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"
     enough = [one for one in found if one.fit == FITS]
@@ -219,7 +229,9 @@ def advice(recipe: Recipe, limit: int, overrides: Sequence[str] = (), measured: 
     words = f"fits by the memory model: {_named(enough)}" if enough else "no single change fits by the memory model"
     rest = f"; not enough by itself: {_named(short)}" if short else ""
     sets = {one.partition("=")[0].strip(): f"--set {shlex.quote(one)}" for one in overrides}
-    options = [*sets.values(), *([f"--measured {shlex.quote(str(measured))}"] if measured else []), "--explain-oom"]
+    given = {"--measured": measured, "--loads": loads}
+    options = [*sets.values(), *(f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value)]
+    options.append("--explain-oom")
     command = f"tc3 memory {shlex.quote(recipe.source)} {' '.join(options)}"
     return f"{words}{rest}; {command} has their keys and costs, and pairs"
 

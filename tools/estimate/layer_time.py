@@ -29,6 +29,7 @@ inside a node, as compiled graphs show; an eager framework repeats all of dispat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -72,6 +73,15 @@ class Exposed:
 NOTHING = Exposed(Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0))
 
 
+@lru_cache(maxsize=4096)
+def most_nodes(span: int, node: int, devices: int) -> int:
+    """Return on how many nodes of `node` devices a group of `span` consecutive ranks lies at most, if the first group
+    begins at rank 0 and each other group where the group before it ends.
+    """
+    starts = range(0, min(devices - span, math.lcm(span, node)) + 1, span)
+    return max([(start % node + span - 1) // node + 1 for start in starts], default=-(-span // node))
+
+
 class ExpertTimes(DeviceTimes):
     """An `ExpertTimes` predicts the time of dispatch, experts and combine on one cluster."""
 
@@ -82,13 +92,19 @@ class ExpertTimes(DeviceTimes):
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
-    def exchanges(self, config: Configuration) -> tuple[Step, ...]:
-        """Return the steps of dispatch and combine in the forward pass, with the bytes of the busiest rank."""
-        node, model = self.hardware.devices_per_node, config.model
+    def nodes(self, config: Configuration) -> int:
+        """Return the number of nodes on which an EP group lies, rounded up to a divisor of EP. If some groups cross
+        more borders between nodes than others, all groups wait for those that cross the most.
+        """
         span = config.ep * (config.tp if config.expert_tp else 1)
-        nodes = max(1, -(-span // node))
+        nodes = most_nodes(span, self.hardware.devices_per_node, config.devices)
         while config.ep % nodes:
             nodes += 1
+        return nodes
+
+    def exchanges(self, config: Configuration) -> tuple[Step, ...]:
+        """Return the steps of dispatch and combine in the forward pass, with the bytes of the busiest rank."""
+        model, nodes = config.model, self.nodes(config)
         mode = "deduplicated" if config.ep_mode in SPARSE else config.ep_mode
         tokens = routed_part(config).copies / model.top_k
         sizes = (model.experts, tokens, model.top_k, model.hidden, config.item, config.skew)

@@ -29,7 +29,7 @@ from tools.estimate.configuration import Configuration, weight_cut, weight_shard
 from tools.estimate.loads import EVEN, Counted, Loads, loads_of, moe_layers, of_ratios
 from tools.estimate.memory.training_graph import EXPERTS, module_of_weight
 from tools.estimate.time_model import TimeModel
-from tools.layout.advise import Advice, step_under
+from tools.layout.advise import Advice, step_under, straddles
 from tools.model import weights
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
@@ -76,7 +76,7 @@ def what_if(advice: Advice, asked: str) -> list[Change]:
         _moved(times, own, loads, advice),
         *_capped(times, own, loads),
         *_degrees(times, own, loads, asked, advice),
-        *_few_nodes(times, own, loads, advice.topology.nodes),
+        *_few_nodes(times, own, loads, 1 if straddles(own.ep, advice.hardware) else advice.topology.nodes),
     ]
 
 

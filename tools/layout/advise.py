@@ -73,7 +73,8 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
         right = f"use a divisor, for instance {nearest(view.ep, able)}" if able else none
         raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
     try:
-        of_mesh(view.ep, node, experts, ranks)
+        if view.get(DISPATCH):
+            of_mesh(view.ep, node, experts, ranks)
     except RecipeError as error:
         raise in_file(recipe, error) from None
     if ranks % view.ep:
@@ -89,12 +90,20 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 def choices(recipe: Recipe, hardware: Hardware) -> tuple[Sequence[str], Sequence[Chunks]]:
     """Return the dispatch modes and the numbers of chunks that a recipe could set on `hardware`, as arguments of
     `advise`. A model whose class `plugins.hierarchical_ep` cannot change has only MindFormers' own dispatchers,
-    without chunks, and MindFormers' hierarchical dispatcher needs EP groups of whole nodes.
+    without chunks, and MindFormers' hierarchical dispatcher needs EP groups of whole nodes. EP groups that straddle
+    nodes have only the global All-to-All.
     """
-    if pluggable(recipe):
+    if pluggable(recipe) and not straddles(View(recipe).ep, hardware):
         return MODES, ()
-    whole = View(recipe).ep >= hardware.devices_per_node
+    whole = View(recipe).ep % hardware.devices_per_node == 0
     return [mode for mode in hierarchical_ep.DISPATCHER_OF if whole or mode == "global"], [(1, 1)]
+
+
+def straddles(ep: int, hardware: Hardware) -> bool:
+    """Return whether EP groups of `ep` ranks neither cover whole nodes nor divide a node, so that some lie across the
+    border of two nodes.
+    """
+    return ep % hardware.devices_per_node != 0 and hardware.devices_per_node % ep != 0
 
 
 def pluggable(recipe: Recipe) -> bool:
@@ -213,7 +222,7 @@ class Advice:
         """Return the recommended `plugins:` section, without settings that would have no effect or that the plugins
         refuse for the class of the recipe's model. Chunks or an order of issue that the recipe has are replaced, too.
         """
-        if not pluggable(self.recipe):
+        if not pluggable(self.recipe) or straddles(self.topology.ep, self.hardware):
             return {}
         settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
         if self.chunks != (1, 1):
@@ -280,9 +289,14 @@ def advise(
     loads = loads if isinstance(loads, Loads) else loads_of(loads, config)
     config, skew = replace(config, skew=loads.typical), loads.typical
     model = config.model
-    topology = of_mesh(config.ep, hardware.devices_per_node, model.experts)
+    times, node = TimeModel(hardware), hardware.devices_per_node
+    if across := straddles(config.ep, hardware):
+        nodes = times.nodes(config)
+        topology = Topology(nodes, config.ep // nodes, model.experts)
+        modes, cuts = MODES[:1], [(1, 1)]
+    else:
+        topology = of_mesh(config.ep, node, model.experts)
     check_routing(topology, model.top_k, skew)
-    times = TimeModel(hardware)
     reports = {mode: _report(times, config, loads, mode, cuts, stride) for mode in modes}
     # min keeps the first of equals: the simplest mode
     best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
@@ -290,6 +304,7 @@ def advise(
     rows = limited_share(model, topology.nodes) * even.deduplicated_over_hierarchical
     even = replace(even, deduplicated_over_hierarchical=rows)
     why, unsimulated = _why(best, topology, even, skew, model.top_k, pluggable(recipe)), ""
+    why = _why_global(config, node) if across else why
     try:
         times.step(config, simulated=True)
     except RecipeError as error:
@@ -368,6 +383,14 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
         return f"{text}; the slowest stage has no experts, so {b * s} chunks do not shorten the step."
     hidden = 1 - best.exposed[1] / best.exposed[0]
     return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."
+
+
+def _why_global(config: Configuration, node: int) -> str:
+    """Return one sentence that says why EP groups that straddle nodes have no other dispatch mode."""
+    able = nearest(config.ep, degrees_of(node, config.model.experts, config.dp * config.tp))
+    other = f"; expert_parallel: {able} has other modes and chunks" if able else ""
+    text = f"some EP groups of {config.ep} ranks lie across nodes of {node} devices"
+    return f"{text}, where only the global All-to-All is possible{other}."
 
 
 _STRIDE = (*OVERLAP, "stride")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from tools.schema.stages import RECOMPUTE, swaps
 
 ENDING = ".layout.yaml"
 _HEAD = "# What `offset: auto` stands for."
+_MADE_BY = re.compile(re.escape(_HEAD) + r" Made by `(.*)`; read at every launch\.\n")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
     """Write a layout file made by `command`. DataError is raised if the file's folder is not writable."""
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_atomically(path, head + recipe_text(asdict(layout)))
+
+
+def maker_of(path: Path) -> str:
+    """Return the command that made a layout file, as the file's first line names it; return "" if it names none."""
+    with path.open(encoding="utf-8") as file:
+        made = _MADE_BY.fullmatch(file.readline())
+    return made[1] if made else ""
 
 
 def read_layout(path: Path) -> LayoutFile:

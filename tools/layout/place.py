@@ -140,7 +140,8 @@ class Placement:
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
-    bound_s: float  # no placement is faster (what is outside of the pipeline taken as it is in this one)
+    # no placement is faster (what is outside of the pipeline taken as it is in this one); 0 where no bound is known
+    bound_s: float
     peak_bytes: tuple[float, ...] = ()  # of each stage
     why: str = ""  # without a configuration what is missing
     least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
@@ -212,8 +213,8 @@ def place(
             continue
         step = model.step(candidate, simulated=True)
         if best is None or step.total < best.step_s:
-            rest = step.total - step.pipeline
-            best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
+            known = 0.0 if pairs_up(config.schedule) else min(step.total, step.total - step.pipeline + bound)
+            best = Placement(candidate, step.total, known, peaks)
     best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
     outside = start.outside_s if start else 0.0
     least = min(best.step_s, bound + outside + model.fixed)

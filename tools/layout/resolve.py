@@ -145,7 +145,9 @@ def make_layout(
     """Find a layout of a recipe's layers with the pipeline optimiser; the recipe's `offset` and recompute keys are not
     read. The memory limit is reduced by `margin`, whose default is the known error of the memory model. The function
     returns the layout in the layout file `path` if this layout is for the same run and cluster, fits into the memory
-    limit, and is faster; its step time is predicted again, because the cluster's efficiencies may have changed.
+    limit, and is faster (or, if the time limit ended this search, as fast); its step time is predicted again, because
+    the cluster's efficiencies may have changed. The field `cut` of `budget` then says whether the time limit ended this
+    search, and the layout whether it ended the one that made the layout.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.
@@ -167,9 +169,11 @@ def make_layout(
 
     times = TimeModel(hardware)
     found = place(base, times, room.bytes, budget, seed)
+    budget.cut |= found.cut
     before = layout_at(path) if path else None  # now, because another search may have written it meanwhile
     seconds = _seconds(even, before, times, room) if before and before.cluster == cluster else math.inf
-    if before and seconds < found.step_s * (1 - _LESS):
+    # of equally fast layouts that of a whole search stays, whose bound and answer are the same on every machine
+    if before and seconds < found.step_s * (1 + _LESS if found.cut else 1 - _LESS):
         bound = min(found.bound_s, seconds) if found.configuration else 0.0
         step, bound = round(seconds, 4), round(bound, 4)
         if before.predicted["step_s"] == step:

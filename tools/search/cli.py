@@ -23,7 +23,7 @@ from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE, Hardware
 from tools.layout.budget import Budget, interruptible
 from tools.layout.instance import read_instance
-from tools.layout.offsets import LayoutFile, is_layout_file, layout_at, path_of, write_layout
+from tools.layout.offsets import LayoutFile, is_layout_file, layout_at, maker_of, path_of, write_layout
 from tools.layout.resolve import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.process.waiting import Progressing
 from tools.ranges import Number
@@ -110,8 +110,10 @@ def layout(
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     words += ["--seed", str(seed)] if seed else []
     words += [word for item in overrides for word in ("--set", item)]
-    if not (kept := found == layout_at(path)):
-        write_layout(found, path, " ".join(shlex.join(words).split()))  # one line: it is a comment
+    before, command = layout_at(path), " ".join(shlex.join(words).split())  # one line: it is a comment
+    kept = before is not None and _without_times(found) == _without_times(before)
+    if found != before:
+        write_layout(found, path, maker_of(path) if kept else command)
     text = layout_text(loaded, found)
     hardware = find_cluster(cluster)
     if as_json:
@@ -120,21 +122,30 @@ def layout(
         click.echo(json.dumps({**asdict(found), **more}))
     else:
         _print(found, text, hardware)
-    click.echo(f"{'kept, because this search found no faster layout' if kept else 'written'}: {path}", err=True)
+    anew = ", with its times predicted anew" if found != before else ""
+    said = f"kept, because this search found no faster layout{anew}" if kept else "written"
+    click.echo(f"{said}: {path}", err=True)
     if real_path(path) != real_path(own):
         click.echo(f"a launch reads only {own}: move the layout there to use it", err=True)
     elif look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
-    tell_end(found.predicted["ended_by_time_limit"] and not kept, budget.stopped, "layout ")
+    tell_end(budget.cut, budget.stopped, "layout ")
+
+
+def _without_times(layout: LayoutFile) -> LayoutFile:
+    """Return a layout without the seconds, which other efficiencies of the cluster change."""
+    predicted = layout.predicted if isinstance(layout.predicted, dict) else {}
+    return replace(layout, predicted={name: predicted[name] for name in predicted if name not in ("step_s", "bound_s")})
 
 
 def _print(found: LayoutFile, text: str | None, hardware: Hardware) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     predicted = found.predicted
-    gap = 1 - predicted["bound_s"] / predicted["step_s"]
+    step, bound = predicted["step_s"], predicted["bound_s"]
+    proven = f"no layout is more than {1 - bound / step:.1%} faster" if bound else "no bound on other layouts is known"
     lines = {"layout (Megatron)": text} if text else {}
     lines |= {name: getattr(found, name) for name in ("offset", *RECOMPUTE)}
-    lines["step"] = f"{predicted['step_s']:.3f} s; no layout is more than {gap:.1%} faster"
+    lines["step"] = f"{step:.3f} s; {proven}"
     lines["memory by stage, GiB"] = " ".join(f"{stage:.1f}" for stage in predicted["stage_gib"])
     margin = predicted["memory_margin"]
     lines["memory limit, GiB"] = f"{predicted['cap_gib']:.1f}, of which a margin of {100 * margin:.1f} % stays free"

@@ -280,7 +280,6 @@ def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[st
     from tools.measured import AS_MODELLED, measured_cluster, measured_memory, memory_in_words, origin, read_bundle
     from tools.search.measured import cluster_from
 
-    keep_existing("--write", kept, options["force"])
     terms = AS_MODELLED
     if bundle is not None:
         found = read_bundle(bundle, recipe)
@@ -289,9 +288,21 @@ def _cluster(recipe: Path, cluster_name: str | None, own: Path, options: dict[st
     else:
         name = kept.name.split(".")[0] if kept else "calibrated"
         text, words = cluster_from(measured, recipe, cluster_name, name)
+    _keep_cluster(kept, text, options["force"])
     write_atomically(own, text)
     click.echo(words, err=True)
     return str(own), terms.reserve
+
+
+def _keep_cluster(kept: Path | None, text: str, force: bool) -> None:
+    """Raise DataError if the cluster file beside the overlay exists and holds another text than `text`; a search that
+    was killed before it wrote its overlay leaves the same text, which the next search may take over.
+    """
+    if kept and os.path.lexists(kept) and not (kept.is_file() and kept.read_bytes() == text.encode()) and not force:
+        raise DataError(
+            f"--write {kept}: the file exists with another cluster, perhaps of a search that was killed before it "
+            "wrote its recipe; choose another name, or replace it with --force"
+        )
 
 
 def _check_name(overlay: Path) -> None:
@@ -317,9 +328,10 @@ def _beside(kept: Path, own_cluster: Path, force: bool) -> Iterator[None]:
     """Write the cluster file beside an overlay before the block writes the overlay; if the block fails, leave the
     cluster file as it was before.
     """
-    keep_existing("--write", kept, force)
+    text = own_cluster.read_text(encoding="utf-8")
+    _keep_cluster(kept, text, force)
     before = kept.read_text(encoding="utf-8") if kept.exists() else None
-    write_atomically(kept, own_cluster.read_text(encoding="utf-8"))
+    write_atomically(kept, text)
     try:
         yield
     except BaseException:

@@ -245,6 +245,14 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
         lines.append(
             "sharded gradients are reduced with every micro-batch, half of it beside its computation (not measured)"
         )
+    if request.pluggable and any(entry.config.ep > 1 for entry in found.entries):
+        cut = request.base.ep_cut
+        if cut is None or cut.chunks:  # with `auto` each strategy has its own best chunks
+            as_written = f"in the chunks {list(cut.chunks or ())} of the recipe" if cut else "whole, as in the recipe"
+            lines.append(
+                f"tokens are dispatched {as_written}: no other chunks of plugins.ep_overlap were compared; tc3 "
+                "ep-report says for a written strategy what they would bring"
+            )
     if request.ulysses > 1:
         lines.append(
             "ulysses_degree_in_cp: MindFormers 1.9.0 exchanges heads and gathers keys and values over the whole of cp "

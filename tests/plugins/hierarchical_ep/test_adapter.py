@@ -27,7 +27,7 @@ from plugins.hierarchical_ep.topology import Topology
 from tools.schema.values import MODEL
 
 
-def config(target="CPU", **changes):
+def config(target="CPU", use_parallel=True, **changes):
     model = {
         "architectures": ["TeleChat3MoeForCausalLM"],
         "moe_token_dispatcher_type": "alltoall",
@@ -36,13 +36,25 @@ def config(target="CPU", **changes):
         **changes,
     }
     return MindFormerConfig(
-        use_parallel=False,
+        use_parallel=use_parallel,
         context={"device_target": target},
         parallel_config={"expert_parallel": 4},
         runner_config={"batch_size": 2},
         model={"model_config": model},
         plugins={"hierarchical_ep": {"mode": "global"}},
     )
+
+
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch):
+    """No test has workers to ask for their rank."""
+    monkeypatch.setattr(adapter, "get_rank", lambda: 0)
+
+
+def test_a_process_alone_has_all_experts(enable):
+    """The degree of a recipe whose `use_parallel` is off is the one of another run of it."""
+    enable(config(use_parallel=False), {"mode": "global"})
+    assert adapter.current().topology == Topology(1, 1, 16) and adapter.current().ranks == (0,)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import psutil
@@ -133,6 +134,20 @@ def test_the_command_of_the_advice_is_of_the_compiled_devices(monkeypatch):
     assert [words[0], words[-1]] == [LARGE, "--explain-oom"]
     sets = [word for before, word in pairwise(words) if before == "--set"]
     assert apply_overrides(load_recipe(LARGE), sets) == resized(load_recipe(LARGE), 512)
+
+
+@pytest.mark.parametrize("need_more", [0, 1])
+def test_the_advice_and_its_command_are_of_the_loads(monkeypatch, tmp_path, need_more):
+    """The command names the loads, and not the file of the time line, which it would replace by modelled bytes."""
+    stages = [{"fit": "fits" if need_more else "does not fit", "memory": {"limit": 24 << 30}}]
+    full = {"recipe": LARGE, "problems": [], "stages": stages, "loads": {"steps": {"need_more": need_more}}}
+    monkeypatch.setattr(cli, "compile_all", lambda *_, **__: [])
+    monkeypatch.setattr(cli, "report_of", lambda *given: given[4].update({0: SimpleNamespace(peak=1)}) or full)
+    monkeypatch.setattr(cli, "write_line", lambda *_: None)
+    monkeypatch.setattr(cli, "_tell", lambda report, *_: click.echo(report["problems"][0]))
+    said = run(LARGE, "--quick", "--loads", "3", "--time-line", str(tmp_path / "line.svg")).output
+    words = shlex.split(said.split("; tc3 memory ")[1].split(" has their keys")[0])
+    assert words == [LARGE, "--loads", "3", "--explain-oom"]
 
 
 def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import expected_steps
 from tests.tools.check.test_mutations import ROOT
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.layer_time import most_nodes
 from tools.estimate.loads import EVEN, uniform
 from tools.estimate.time_model import TimeModel
 from tools.experts.cost import content
 from tools.hardware import load_hardware
-from tools.layout.advise import advise, check
+from tools.layout.advise import advise, check, choices
 from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -32,6 +34,7 @@ def ep(degree):
 
 
 TP1 = ("parallel_config.model_parallel=1",)
+ON = ("plugins={hierarchical_ep: {mode: global}}",)
 ONE = ("model.model_config.n_routed_experts=1", "model.model_config.num_experts_per_tok=1")
 
 
@@ -153,7 +156,12 @@ def test_the_recipe_as_it_is_written_is_among_the_answers():
         ("105b", [ep(1), "parallel_config.data_parallel=3", *TP1], ["no degree above 1 fits 192 experts"]),
         ("105b", [ep(2), *ONE], ["2 does not divide 1 experts", "more ranks or experts"]),
         ("105b", [ep(64)], ["expert_parallel: 64", "4 x 8", "data_parallel: 8"]),
-        ("105b", [ep(12)], ["12 is not a multiple of the 8 devices of a node; write 8 or 16"]),
+        ("105b", [ep(12), *ON], ["12 is not a multiple of the 8 devices of a node; write 8 or 16"]),
+        (
+            "105b",
+            [ep(12)],
+            ["12 does not divide data_parallel x model_parallel = 4 x 8; use 8 or 16, or data_par"],
+        ),
         ("105b", [ep(24)], ["24 does not divide data_parallel x model_parallel = 4 x 8; use 16 or 32, or data_par"]),
         ("105b", [ep(24), "parallel_config.data_parallel=9"], []),
         ("438b", ["use_parallel=False"], ["use_parallel"]),
@@ -184,6 +192,27 @@ def test_a_degree_that_a_refusal_names_is_not_refused(experts, tp1):
             right = str(error).rsplit("; ", 1)[1].split("no degree above 1")[0]
             for of_dp, number in re.findall(r"(data_parallel: )?\b(\d+)", right):
                 check(apply_overrides(own, [f"{dp}={number}", ep(degree)] if of_dp else [ep(number)]), A2)
+
+
+@pytest.mark.parametrize(("degree", "nodes"), [(3, 3), (6, 2), (12, 2), (24, 3)])
+def test_groups_across_nodes_are_reported_as_search_predicts_them(degree, nodes):
+    """`tc3 search` writes such degrees, which the report refused, and took 3 ranks for ranks of one node."""
+    own = recipe("105b", ep(degree), "parallel_config.data_parallel=24", *TP1)
+    advice = advise(own, A2, EVEN, *choices(own, A2))
+    assert advice.topology.nodes == nodes and advice.topology.ep == degree
+    step = TimeModel(A2).step(from_recipe(own), simulated=True)
+    assert advice.written.step.total == step.total
+    if degree % 8:
+        assert advice.overlay == {} and advice.best.step == (step.total, step.total) and advice.best.inter_bytes
+        assert "only the global All-to-All is possible; expert_parallel: " in advice.why
+
+
+@pytest.mark.parametrize("node", [1, 2, 3, 8])
+def test_a_group_lies_on_as_many_nodes_as_its_ranks_are_on(node):
+    for span, devices in itertools.product(range(1, 30), (24, 48, 96)):
+        groups = [range(first, first + span) for first in range(0, devices - span + 1, span)]
+        most = max((len({rank // node for rank in group}) for group in groups), default=-(-span // node))
+        assert most_nodes(span, node, devices) == most
 
 
 def test_a_slowest_stage_without_experts_exposes_nothing():

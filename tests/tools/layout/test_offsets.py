@@ -12,8 +12,10 @@ from launch.train import build_config
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.estimate.configuration import PATTERNS
+from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import peak_memory
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.offsets import digest_of, even_layout, inputs_of, path_of, read_layout, write_layout
@@ -56,11 +58,14 @@ def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
 def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_path):
     """With less effort, or after Ctrl-C, a slower layout took its place."""
     step, path = 1.01 * made.predicted["step_s"], tmp_path / "recipe.layout.yaml"
-    monkeypatch.setattr("tools.layout.place.place", lambda config, *_: Placement(config, step, step, (GIB,) * 8))
+    late = Placement(from_recipe(load_recipe(LARGE)), 0.0, 0.0, (GIB,) * 8, cut=True)
+    monkeypatch.setattr("tools.layout.place.place", lambda *_: replace(late, step_s=step, bound_s=step))
 
     def again(before, **more):
         write_layout(before, path, "a test")
-        return make_layout(load_recipe(LARGE), "atlas_800t_a2", Budget(1), path=path, **more)
+        found = make_layout(load_recipe(LARGE), "atlas_800t_a2", budget := Budget(1), path=path, **more)
+        assert budget.cut, "the time limit ended this search, whichever layout is the answer"
+        return found
 
     assert again(made) == made
     assert again(made, margin=0.6) != made  # it does not fit into so little memory
@@ -71,6 +76,10 @@ def test_a_faster_layout_of_an_earlier_search_is_kept(made, monkeypatch, tmp_pat
     others = {"cluster": "h100"}, {"digest": "0" * 16}, {"offset": [[0]]}, {"recompute": "all"}, {"predicted": None}
     for other in others:
         assert again(replace(made, **other)).predicted["step_s"] == pytest.approx(step, abs=1e-4)
+    write_layout(made, path, "a test")
+    own = from_recipe(resolve(recipe_with(tmp_path, "auto")))
+    step = TimeModel(cluster("atlas_800t_a2")).step(own, simulated=True).total
+    assert again(made) == made, "a whole search knows more of an equally fast layout than one that was ended"
     step *= 0.9
     assert again(made) != made
 

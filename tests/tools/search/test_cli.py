@@ -17,7 +17,7 @@ from tests.tools.profile.traces import Trace
 from tools.check.check import check_recipe
 from tools.estimate.memory.room import known_errors
 from tools.layout.instance import read_instance
-from tools.layout.offsets import read_layout, write_layout
+from tools.layout.offsets import maker_of, read_layout, write_layout
 from tools.profile.attribute import Measured, gap_advice, gap_lines, gap_lines_of_total
 from tools.search import command
 from tools.search.cli import layout, search
@@ -216,6 +216,20 @@ def test_a_layout_file_is_made_anew_and_nothing_else_replaced(recipe, tmp_path, 
     assert f"kept, because this search found no faster layout: {mine}" in said
     assert mine.read_bytes() == written and "the time limit ended it" not in said, "it ended an earlier search"
 
+    def late(_recipe, _cluster, budget, _seed, _margin, path):
+        budget.cut = True
+        kept = read_layout(path)
+        return replace(kept, predicted={**kept.predicted, "step_s": 99.0, "bound_s": 0.0})
+
+    monkeypatch.setattr("tools.search.cli.make_layout", late)
+    ended = run_layout(recipe, "--out", mine)
+    assert f"no faster layout, with its times predicted anew: {mine}" in ended.stderr
+    assert "the time limit ended it" in ended.stderr and "99.000 s; no bound on other" in ended.stdout
+    assert maker_of(mine) == "a test" and read_layout(mine).predicted["step_s"] == 99.0
+    monkeypatch.undo()
+    other = run_layout(recipe, "--effort", "1", "--out", mine, "--memory-margin", "0.09")
+    assert f"written: {mine}" in other.stderr and "--memory-margin 0.09" in maker_of(mine), "made with another margin"
+
 
 RECIPE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
 RUN = [RECIPE, "--set", "parallel_config.micro_batch_num=4"]
@@ -283,6 +297,20 @@ def test_a_search_from_measured_steps_that_ends_without_a_strategy_leaves_no_clu
     with pytest.raises(DataError, match="no_run: there is no such file"):
         told(*words, "--loads", tmp_path / "no_run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_search_left_is_taken_over_and_another_cluster_is_not(tmp_path):
+    """A search that was killed between its two files made the next one ask for `--force`."""
+    own, kept = tmp_path / "own.yaml", tmp_path / "best.cluster.yaml"
+    own.write_text("of now")
+    kept.write_text("of now")
+    with command._beside(kept, own, force=False):
+        pass
+    kept.write_text("of another search")
+    words = [RECIPE, "--from", EXAMPLES / "measurements.yaml", "--write", tmp_path / "best.yaml"]
+    with pytest.raises(DataError, match=r"best.cluster.yaml: .* killed before it wrote its recipe; .* --force"):
+        told(*words)
+    assert kept.read_text() == "of another search"
 
 
 @pytest.mark.parametrize("earlier", [None, "of before"])

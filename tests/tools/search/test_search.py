@@ -82,6 +82,7 @@ def test_table_and_report(tmp_path):
     result = run("--top", 3, "--html", page, "--picture", picture, *FEW)
     assert result.exit_code == 0
     assert "1 before 2 by" in result.stdout and "recipe " in result.stdout
+    assert "tokens are dispatched whole, as in the recipe: no other chunks" in result.stdout
     assert "memory: over" in result.stdout and "--limit tp=2,4" in result.stdout
     text = page.read_text("utf-8")
     assert text.count("<svg") == 2 and "1 before 2 by" in text
