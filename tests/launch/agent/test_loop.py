@@ -128,7 +128,7 @@ def test_nothing_of_an_attempt_is_overwritten_and_logs_leads_to_the_newest(tmp_p
         (["a", "c"], "attempt 1 on a, c (c in place of b) starts"),
         (["a", "b"], "attempt 1 on a, b starts"),
         (["a"], "attempt 1 on a (without b) starts"),
-        (["a", "b", "c"], "attempt 1 on a, b, c (c more) starts"),
+        (["a", "b", "c"], "attempt 1 on a, b, c (c in addition) starts"),
     ],
 )
 def test_who_takes_part_is_said_by_the_plan_and_not_by_what_was_expected(tmp_path, hosts, words):

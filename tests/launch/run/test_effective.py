@@ -197,7 +197,7 @@ def test_a_recipe_that_there_is_enough_for_stays(recipe):
         (2, 30, (), None, (FILES, "a step takes 4", "runner_config.batch_size=")),
         (60, 2, (), None, (f"{HELD_OUT}.data_path", "a step takes 4", f"--set {HELD_OUT}=False")),
         (60, 30, (f"{HELD_OUT}.samples=640",), None, (f"{HELD_OUT}.samples: 640", f"--set {HELD_OUT}.samples=")),
-        (60, 30, ("nowhere",), None, (FOLDER, "no such folder", "launch/quickstart")),
+        (60, 30, ("nowhere",), None, (FOLDER, "this folder does not exist", "launch/quickstart")),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, count, held_out, more, steps, words):
