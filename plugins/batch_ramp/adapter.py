@@ -19,7 +19,7 @@ from mindformers.dataset import causal_language_model_dataset as stock_dataset
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.trainer import base_trainer
 from mindformers.wrapper.wrapper import GradAccumulationCellWithMultiOutputs, PipelineCellWithMultiOutputs
-from mindspore import nn, ops
+from mindspore import ParameterTuple, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.dataset import GeneratorDataset
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
@@ -31,6 +31,7 @@ from plugins.semi_auto_cpu.chosen import chosen as chosen_on_cpu
 # the numbers that follow the batch are read here and nowhere else
 relies_on(MFLossMonitor, "throughput = self.global_batch_size / self.device_num / (per_step_seconds / 1000)")
 relies_on(TopkBiasBalanceCallback, "expert_loads = network.update_topk_bias(self.gradient_accumulation_steps)")
+relies_on(nn.Cell.init_parameters_data, "cell.__dict__[key] = ParameterTuple(new_param_tuple)")
 
 
 def enable(config, settings) -> None:
@@ -126,6 +127,7 @@ class Stage:
 
     def __init__(self, division: Division, by_sample: bool = True):
         self.division, self.by_sample, self.samples = division, by_sample, 0
+        self.tuples: list[tuple[nn.Cell, str, ParameterTuple]] = []
 
     def apply(self, step: nn.Cell, samples: int) -> None:
         """Prepare the train step for steps of `samples` samples; MindSpore then compiles a new graph for this number of
@@ -140,11 +142,23 @@ class Stage:
 
                 set_rows(step.network, samples // self.division.ranks)
             return
+        self._keep_all_weights(step)
         kinds = (PipelineCellWithMultiOutputs, GradAccumulationCellWithMultiOutputs)
         (cutting,) = (cell for _, cell in step.cells_and_names() if isinstance(cell, kinds))
         fresh = type(cutting)(cutting.network, self.division.micro_batches_at(samples))
         cutting.micro_inputs, cutting.add_list = fresh.micro_inputs, fresh.add_list
         cutting.micro_size = step.micro_size = fresh.micro_size
+
+    def _keep_all_weights(self, step: nn.Cell) -> None:
+        """Give the cells of the train step their lists of weights as they were built. After a pipeline is loaded,
+        `init_parameters_data` leaves the weights of other stages out of the optimizer's lists, and MindSpore could not
+        compile the graph of a later stage of the ramp from them.
+        """
+        if not self.tuples:
+            named = ((cell, key, each) for _, cell in step.cells_and_names() for key, each in vars(cell).items())
+            self.tuples = [entry for entry in named if isinstance(entry[2], ParameterTuple)]
+        for cell, key, weights in self.tuples:
+            vars(cell)[key] = weights
 
     def tell(self, callbacks: list[Any]) -> None:
         """Set in the callbacks the numbers of samples and micro-batches of a step, which the callbacks use to compute

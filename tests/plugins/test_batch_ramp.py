@@ -276,6 +276,21 @@ def test_routers_of_mindformers_keep_their_groups_in_a_model_that_is_not_split()
     assert stage.samples == 4
 
 
+def test_a_later_stage_is_compiled_with_the_weights_that_a_load_leaves_out():
+    """After a pipeline is loaded, MindSpore takes the weights of other stages out of the optimizer's lists."""
+    from mindformers.wrapper.wrapper import GradAccumulationCellWithMultiOutputs as Accumulation
+    from mindspore import ParameterTuple, nn
+
+    step, optimizer = nn.Cell(), nn.Cell()
+    step.network, step.optimizer = Accumulation(nn.Dense(2, 2), 8), optimizer
+    optimizer.weights = ParameterTuple(step.network.get_parameters())
+    stage = Stage(Division(ranks=1, micro=1, micro_batches=8, pipeline=2, whole=False))
+    stage.apply(step, 4)
+    vars(optimizer)["weights"] = ParameterTuple(optimizer.weights[:1])
+    stage.apply(step, 8)
+    assert len(optimizer.weights) == 2 and step.micro_size == 8
+
+
 def test_callbacks_divide_by_the_micro_batches_of_the_stage():
     from mindformers.core.callback.callback import MFLossMonitor, TopkBiasBalanceCallback
 

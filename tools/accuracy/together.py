@@ -148,7 +148,8 @@ def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
 def _of_sharding(sharding: Sharding) -> set[str]:
     has = {"hierarchical_ep"} if sharding.mode else set()
     named = {"ep_overlap": sharding.chunks > 1, "held_out_loss": sharding.held_out, "expert_balance": sharding.moves}
-    named["hyper_connections"] = sharding.streams > 1
+    named |= {"hyper_connections": sharding.streams > 1, "group_aux_loss": sharding.together}
+    named |= {"lora": sharding.lora, "batch_ramp": sharding.ramp}
     has |= {name for name, on in named.items() if on}
     return has | kinds_of(sharding)
 

@@ -325,20 +325,22 @@ def _strategy(view: View, found: Findings) -> None:
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
-    """Report sharded gradients of several micro-batches, which MindSpore does not finish compiling."""
-    lazy_inline = built.fields.get("disable_lazy_inline") is not True
+    """Report sharded gradients of several micro-batches, which MindSpore does not finish compiling, and several
+    micro-batches without lazy inline, which MindSpore does not compile, whether gradients are sharded or not.
+    """
+    path, lazy_inline = (*MODEL, "disable_lazy_inline"), built.fields.get("disable_lazy_inline") is not True
+    if not lazy_inline and view.accumulation > 1:
+        wrong = "without lazy inline MindSpore 2.9.0 does not compile gradient_accumulation_steps above 1"
+        found.error(path, wrong, "write False", rule="accumulation_not_inlined")
+    elif not lazy_inline and view.pp > 1:
+        found.warning(path, "MindSpore 2.9.0 compiled no pipeline that was tried without lazy inline", "write False")
     if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline, view.accumulation):
         section = ("parallel", "parallel_optimizer_config")
         level = view.get((*section, "optimizer_level")) == "level2"
-        found.error(
-            (*section, "optimizer_level" if level else "gradient_accumulation_shard"),
-            "MindSpore 2.9.0 does not finish compiling sharded gradients of several micro-batches with lazy inline",
-            (
-                "leave the key out; a larger parallel_config.expert_parallel also makes gradients smaller, see "
-                "docs/memory.md"
-            ),
-            rule="endless_compile",
-        )
+        path = (*section, "optimizer_level" if level else "gradient_accumulation_shard")
+        wrong = "MindSpore 2.9.0 does not finish compiling sharded gradients of several micro-batches"
+        right = "leave the key out; a larger parallel_config.expert_parallel also makes gradients smaller"
+        found.error(path, wrong, f"{right}, see docs/memory.md", rule="endless_compile")
 
 
 def _lost_gradients(view: View, built: Built, found: Findings) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from tools.hardware.units import same_dtype
 from tools.recipe.findings import Findings, Report
 from tools.recipe.override import dotted
-from tools.recipe.view import MODEL, RUNNER, View
+from tools.recipe.view import MODEL, PARALLEL, RUNNER, View
 from tools.schema.converter import Built, _apply, convert
 from tools.schema.schema import Schema, load_schema
 from tools.schema.stages import layers_of
@@ -143,6 +143,10 @@ def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
         if path is not None and view.has(path) and value and value != defaults[name]["default"]:
             wrong = f"the key has no effect, because no training code reads TransformerConfig.{name}"
             found.warning(path, wrong, "leave the key out", rule="inert")
+    path = (*PARALLEL, "vocab_emb_dp")
+    if view.get(path) is True:
+        wrong = "the key has no effect: MindFormers changes True to False, so tensor parallelism splits the embedding"
+        found.warning(path, wrong, "write False", rule="vocab_emb_dp")
 
 
 def _tied(view: View, schema: Schema, found: Findings) -> None:

@@ -12,6 +12,7 @@ from tools.check.cli import check
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.override import dotted
+from tools.schema.schema import load_schema
 
 MTP = dotted((*MODEL, "num_nextn_predict_layers"))
 BALANCING = dotted((*MODEL, "moe_router_load_balancing_type"))
@@ -20,6 +21,13 @@ SHARDED = [(("parallel", "enable_parallel_optimizer"), True), ((*PARALLEL, "data
 CP2 = [((*PARALLEL, "context_parallel"), 2)]
 COMPUTE, DISPATCHER = (*MODEL, "compute_dtype"), (*MODEL, "moe_token_dispatcher_type")
 COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
+
+
+def test_an_embedding_that_is_whole_on_each_rank_is_never_made():
+    path = (*PARALLEL, "vocab_emb_dp")
+    found = findings(change(SEMI, (path, True)), "warning")[dotted(path)]
+    assert "MindFormers changes True to False" in found.wrong and found.source == load_schema().line("vocab_emb_dp")
+    assert dotted(path) not in findings(change(SEMI, (path, False)), "warning")
 
 
 @pytest.mark.parametrize(

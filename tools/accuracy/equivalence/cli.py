@@ -104,8 +104,8 @@ def equivalence_command(
     of them run, and each takes about a minute. The trained strategies take about ten minutes on two cores.
 
     --draws N draws N legal layouts at random that no table lists (degrees, schedule, uneven stages, optimizer sharding,
-    recomputation, MTP, experts and their dispatch, residual streams, length), and executes each of them; the same
-    --seed draws the same layouts.
+    recomputation, MTP, experts and their dispatch, residual streams, length, adapters, averaged weights, a growing
+    batch, the auxiliary loss of an EP group), and executes each of them; the same --seed draws the same layouts.
 
     Each verdict is written to stderr as soon as it is known, so that an interrupted command keeps its results; with
     --only draw_SEED_NUMBER in addition to --draws, this one layout is executed again.

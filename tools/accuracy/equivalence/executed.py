@@ -26,10 +26,11 @@ import numpy as np
 from plugins.errors import CheckpointError, DataError
 from plugins.finite_loss.plan import undefined_parts
 from plugins.sealed_checkpoint.router_state import MUON_MOMENT
-from plugins.step_record.plan import MOMENTS, STATE, Adam, adam_of, gradient_square
+from plugins.step_record.plan import MOMENTS, Adam, adam_of, gradient_square
 from tools.accuracy.equivalence.runs import (
     BIAS,
     FIRST,
+    KEPT,
     LEAST,
     LOSSES,
     START,
@@ -64,7 +65,7 @@ from tools.accuracy.equivalence.trained import (
 )
 from tools.accuracy.judge import tolerance
 from tools.checkpoint.scan import iteration, iterations
-from tools.checkpoint.stored import Whole, moved, read_placements, read_whole
+from tools.checkpoint.stored import Whole, kind_of, moved, read_placements, read_whole
 from tools.experts.restore import restore_order
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -369,15 +370,15 @@ class _Record:
             norms[name] = float(np.square(gradient, dtype=np.float64).sum()) ** 0.5
             if not self.norms:
                 self.start[FIRST + name] = gradient
-        if not self.norms:
-            self.start |= {START + name: arrays[name] for name in norms}
+        if not self.norms:  # frozen weights, which have no gradient, must not change either
+            weights = (name for name in arrays if kind_of(name) == "weights")
+            self.start |= {START + name: arrays[name] for name in weights}
         self.norms.append(norms)
         self.last = arrays
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the recorded tensors in the form of the field `state` of `Trained`."""
-        names = self.norms[0]
-        states = {prefix + name for prefix in STATE for name in _updated(self.last, prefix)}
-        kept = {name: value for name, value in self.last.items() if name in names or name in states}
+        states = {prefix + name for prefix in KEPT for name in _updated(self.last, prefix)}
+        kept = {name: value for name, value in self.last.items() if START + name in self.start or name in states}
         biases = {BIAS + name: np.stack([step[name] for step in self.biases]) for name in self.biases[0]}
         return {**self.start, **self.least, **kept, **biases}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError, RecipeError
+from plugins.sealed_checkpoint.router_state import AVERAGES
 from plugins.step_record.plan import IDS, STATE, adam_of
 from tools.data.index import write_corpus
 from tools.process import children
@@ -33,7 +34,8 @@ LEAST = "least."  # of the names of the smallest mean squares of gradients that 
 # of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
 # are steered, at the start and after each step [steps + 1, experts]
 LOAD, BIAS = "load.", "bias."
-PREFIXES = (*STATE, START, FIRST, LEAST, LOAD, BIAS)
+KEPT = (*STATE, f"{AVERAGES}sma.")  # of the names of the optimizer's state of a weight
+PREFIXES = (*KEPT, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where only it is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 MONITORS = ({"type": "MFLossMonitor"},)  # the callbacks that MindFormers gives a recipe that names none

@@ -29,10 +29,15 @@ UNROUNDED = {"type": "UnroundedAttention", "auto_register": "unrounded.Unrounded
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 SINKHORN = 5  # iterations, which are compiled one by one
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
+RAMP_PARTS = 4  # micro-batches of a batch whose half still has two, as few as a growing batch may have
+# adapters of attention, which every model has; the factor lets their gradients be clipped
+ADAPTERS = {"rank": 4, "alpha": 64, "targets": ["self_attention.*"]}
+AVERAGES = {"type": "PmaAdamW", "fused_algo": "sma", "fused_num": 2, "interleave_step": 1}  # after steps 2, 4, ...
 # fields of a `Sharding` that one process has in common with it
 MODEL = (
     *("moe", "sparse", "mtp", "layers", "aux", "documents"),
     *("known", "groups", "shared", "length", "held_out", "streams"),
+    *("together", "lora", "averages", "ramp"),
 )
 
 
@@ -59,6 +64,7 @@ class Sharding:
     # whether the router has its auxiliary loss. This loss is computed for each rank and micro-batch, so it is off if
     # tokens are split between these, unless each sample is a micro-batch of its own, both here and in one process
     aux: bool = False
+    together: bool = False  # whether that loss is of all samples of an EP group (group_aux_loss plugin)
     # the number of groups of experts (`n_group`); the experts of a token are chosen from half of the groups. 0 means
     # the recipe's own number, also in the next two fields
     groups: int = 0
@@ -70,6 +76,9 @@ class Sharding:
     held_out: bool = False  # whether the held_out_loss plugin evaluates after every step
     streams: int = 1  # the number of residual streams (hyper_connections plugin); 1: without the plugin
     moves: bool = False  # whether the expert_balance plugin shuffles the experts after every step
+    lora: bool = False  # whether only adapters are trained (lora plugin)
+    averages: bool = False  # whether the optimizer is PmaAdamW, which replaces the weights by their averages
+    ramp: bool = False  # whether the first step has half the samples of the others (batch_ramp plugin)
     uneven: bool = False  # whether the first stage has one layer more than the others, and the last stage one less
     known: bool = False  # whether stock MindFormers counts a gradient twice (`TWO_STAGES`): reported, and not judged
 
@@ -90,7 +99,8 @@ class Sharding:
     def alone(self) -> Sharding:
         """Return the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
-        return Sharding(**same, accumulate=1 if self.accumulate else 0)
+        parts = RAMP_PARTS if self.ramp else 1
+        return Sharding(**same, accumulate=parts if self.accumulate else 0)
 
     @property
     def against(self) -> str:
@@ -102,6 +112,7 @@ class Sharding:
             "documents" * self.documents,
             "held_out" * self.held_out,
             f"{self.streams}_streams" * (self.streams > 1),
+            *(name * getattr(self, name) for name in ("together", "lora", "averages", "ramp")),
         ]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
         parts += [f"{size}_{name}" for name, size in sizes.items() if size]
@@ -142,7 +153,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]
     loader = recipe["train_dataset"]["data_loader"]
-    loader["sizes"] = [steps * batch, 0, 0]
+    loader["sizes"] = [steps * batch - batch // 2 * sharding.ramp, 0, 0]
     read_whole(loader["config"], corpus)
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
@@ -155,6 +166,12 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     _model(recipe, sharding)
     if sharding.documents:
         _apart(recipe)
+    if sharding.averages:
+        recipe["optimizer"].update(AVERAGES)
+    if sharding.lora:
+        recipe["plugins"]["lora"] = copy.deepcopy(ADAPTERS)
+    if sharding.ramp:
+        recipe["plugins"]["batch_ramp"] = {"stages": [[1, batch // 2]]}
     if sharding.held_out:
         recipe["plugins"]["held_out_loss"] = {"data_path": corpus, "samples": 2 * batch, "every": 1}
     _degrees(recipe, sharding, batch)
@@ -165,7 +182,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     model = recipe["model"]["model_config"]
     model.update(num_hidden_layers=sharding.layers, num_nextn_predict_layers=int(sharding.mtp))
     if model.get("n_routed_experts"):
-        _experts(model, sharding)
+        _experts(recipe, model, sharding)
     if sharding.streams > 1:
         recipe["plugins"]["hyper_connections"] = {"streams": sharding.streams, "sinkhorn_iterations": SINKHORN}
     if sharding.length:
@@ -181,10 +198,12 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 
-def _experts(model: dict[str, Any], sharding: Sharding) -> None:
+def _experts(recipe: Recipe, model: dict[str, Any], sharding: Sharding) -> None:
     model["first_k_dense_replace"] = sharding.layers - sharding.sparse if sharding.moe else sharding.layers
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
+    if sharding.together:
+        recipe["plugins"]["group_aux_loss"] = True
     if sharding.groups:
         model.update(n_group=sharding.groups, topk_group=sharding.groups // 2)
     if sharding.shared:

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import yaml
 
 from plugins import of_the_model
+from plugins.batch_ramp.plan import fewest_micro_batches
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.runs import MUON, PASSES, callbacks_of, refuse_other_data
-from tools.accuracy.equivalence.sharding import CLIP, Sharding, shard_size
+from tools.accuracy.equivalence.sharding import CLIP, RAMP_PARTS, Sharding, shard_size
 from tools.check.arithmetic import without_copies
 from tools.check.check import require_sound
 from tools.check.groups import refused_group, splits_over
@@ -218,6 +219,9 @@ def _draw(numbers: random.Random) -> Sharding:
     moe, mtp = choose((False, True)), choose((False, False, True))
     zero = dp > 1 and choose((True, True, False))
     layers, ep = max(pp * vpp, 2) * choose((1, 1, 2)), choose((1, 2, 3, 4, 6)) if moe else 1
+    together = moe and (dp, 1) == (ep // tp, cp) and max(micro, accumulate) == 1 and choose((False, True))
+    trains = choose(("", "", "", "", "adapters", "averages"))
+    ramp = micro * accumulate != 1 and choose((False, False, True))
     mode = choose(("", "", "global", "hierarchical", "deduplicated")) if ep > 1 else ""
     return Sharding(
         tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
@@ -227,17 +231,22 @@ def _draw(numbers: random.Random) -> Sharding:
         recompute=choose((False, False, True)),
         layers=layers,
         sparse=choose((1, 1, layers)) if moe else 1,
-        aux=moe and cp == 1 and (not accumulate or max(dp, micro, accumulate) == 1) and choose((False, True)),
+        aux=together
+        or (moe and cp == 1 and (not accumulate or max(dp, micro, accumulate) == 1) and choose((False, True))),
+        together=together,
         groups=choose((0, 0, 4)) if moe else 0,
         shared=choose((0, 0, 2)) if moe else 0,
         length=choose((0, 0, 48, 96)),
-        held_out=choose((False, True)),
-        moves=ep > 1 and choose((False, True)),
+        lora=trains == "adapters",
+        averages=trains == "averages",
+        ramp=ramp,
+        held_out=not ramp and choose((False, True)),
+        moves=ep > 1 and not trains and choose((False, True)),
         mode=mode,
         chunks=choose((1, 2)) if mode else 1,
         streams=choose((1, 1, 1, 4)),
         uneven=pp > 1 and choose((False, True)),
-        known=mtp and pp > 1 and not zero and schedule != "zero_bubble_v",
+        known=mtp and pp > 1 and not (zero or trains == "adapters") and schedule != "zero_bubble_v",
     )  # fmt: skip
 
 
@@ -270,6 +279,13 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),
         "the auxiliary loss is taken per rank and micro-batch": sharding.aux and _other_tokens(sharding),
+        "only AdamW trains adapters, and only its weights are averaged": (sharding.lora or sharding.averages)
+        and recipe["optimizer"]["type"] != "AdamW",
+        "adapters and averages do not go with each other, nor with experts that move": (
+            sharding.lora + sharding.averages + sharding.moves > 1
+        ),
+        "a growing batch does not go with the held-out loss": sharding.ramp and sharding.held_out,
+        "half a growing batch makes too few micro-batches": sharding.ramp and _too_few(sharding, batch_of(recipe)),
         "accumulated gradients of weights without a copy are lost": sharding.zero
         and sharding.micro_steps(batch_of(recipe)) > 1
         and any(without_copies(sharding.dp, sharding.tp, sharding.cp, sharding.ep, experts * sharding.moe)),
@@ -277,8 +293,18 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
     return next((words for words, wrong in rules.items() if wrong), "") or sharding.misfit(batch_of(recipe))
 
 
+def _too_few(sharding: Sharding, batch: int) -> bool:
+    """Return whether half of a step's samples cannot be cut into micro-batches, here or in one process."""
+    parts = sharding.micro * sharding.micro_steps(batch)
+    least = fewest_micro_batches(sharding.pp, sharding.schedule)
+    return bool(parts % 2 or parts // 2 < least or sharding.alone.misfit(batch) or batch < RAMP_PARTS)
+
+
 def _other_tokens(sharding: Sharding) -> bool:
-    """Return whether a rank's micro-batch has other tokens than one of the run of one process."""
+    """Return whether the samples over which the auxiliary loss is taken are others than in one process."""
+    if sharding.together:
+        others = sharding.ep != sharding.dp * sharding.tp * sharding.cp
+        return others or sharding.cp * sharding.micro * sharding.accumulate != 1
     if not sharding.accumulate:  # a sample each, in both
         return max(sharding.cp, sharding.micro) > 1
     return max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1

@@ -17,8 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plugins.step_record.plan import MOMENTS, STATE
-from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, LOSSES, START, Trained, group_norms, group_of, weight_of
+from plugins.step_record.plan import MOMENTS
+from tools.accuracy.equivalence.runs import (
+    BIAS,
+    KEPT,
+    LEAST,
+    LOAD,
+    LOSSES,
+    START,
+    Trained,
+    group_norms,
+    group_of,
+    weight_of,
+)
 from tools.accuracy.equivalence.sharding import Sharding
 from tools.accuracy.judge import ROUNDOFF, facts, judge, tolerance
 from tools.process.host import compress
@@ -280,7 +291,7 @@ def mean_tolerance(tokens: int) -> float:
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
     """Yield comparisons of the last moments, and of each weight's total change, for sums over `tokens` terms."""
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
-    for name in (name for name in reference.state if name.startswith(STATE)):
+    for name in (name for name in reference.state if name.startswith(KEPT)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
         weight = name.split(".", 1)[1]
         yield At(run, last, OPTIMIZER).judged(weight, name, run.state[name], reference.state[name], most)

@@ -124,6 +124,30 @@ def change(name, rank, factor):
     return spoil
 
 
+FROZEN, AVERAGE = "decoder.layers.0.mlp.linear_fc1.weight", f"pma_weight_sma.{HEAD}"
+
+
+def with_more(spoiled=""):
+    """A frozen weight, which has no moments, and an average; one of them has other values after the last step."""
+
+    def spoil(step, saved, metrics):
+        for name, kind in ((FROZEN, "model"), (AVERAGE, "opt")):
+            value = 1.01 if step == STEPS and name == spoiled else 1.0
+            array = np.full((8, 4), value, np.float32)
+            saved.put(name, array, (1, 1), [list(range(saved.world_size))], kind)
+
+    return spoil
+
+
+@pytest.mark.parametrize("spoiled", [FROZEN, AVERAGE])
+def test_frozen_weights_and_averages_are_compared(tmp_path, spoiled):
+    alone = executed.read_executed(write(tmp_path / "alone", 1, with_more()), ALONE)
+    assert compare_executed(run_with(tmp_path, with_more()), alone, TP2).findings == ()
+    run = executed.read_executed(write(tmp_path / "other", WORKERS, with_more(spoiled)), RECIPE)
+    (found,) = compare_executed(run, alone, TP2).findings
+    assert (found.phase, found.step) == ("optimizer", STEPS) and spoiled in found.tensor
+
+
 def biases(step, saved, metrics):
     for rank in range(WORKERS):
         saved.held[saved.file("model", rank)][f"{ROUTER}.expert_bias"] *= np.float32(-1)

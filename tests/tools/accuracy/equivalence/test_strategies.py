@@ -235,6 +235,11 @@ def test_what_is_drawn_varies(base):
         assert len({getattr(each, name) for each in drawn}) > 1, name
     for name in ("moe", "sparse", "mtp", "layers", "aux", "groups", "shared", "length", "sp", "moves", "streams"):
         assert len({getattr(each, name) for each in drawn}) > 1, name
+    for name in ("lora", "averages"):
+        assert any(getattr(each, name) and each.zero for each in drawn), name
+        assert any(getattr(each, name) and each.pp > 1 for each in drawn), name
+    assert {each.pp > 1 for each in drawn if each.ramp} == {True, False}
+    assert any(each.lora and each.ramp for each in drawn) and any(each.together and each.tp > 1 for each in drawn)
     assert any(each.zero and each.tp > 1 and each.ep > 1 for each in drawn)
     assert any(each.zero and 1 < each.ep < each.dp for each in drawn)
     assert any(each.aux and each.dp > 1 and not each.accumulate for each in drawn)
@@ -266,7 +271,7 @@ def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(which, requ
 
 
 def test_names_of_baselines_tell_models_apart(base):
-    assert len({sharding.against for sharding in SHARDINGS.values()}) == 18
+    assert len({sharding.against for sharding in SHARDINGS.values()}) == 21
     assert Sharding(tp=2).against == "one_process"
     seen = {}
     for sharding in [case.sharding for case in draw_cases(base, 200, 0, MOST)] + [*SHARDINGS.values()]:
@@ -287,6 +292,13 @@ def test_names_of_baselines_tell_models_apart(base):
         (Sharding(cp=2, moe=True, aux=True, accumulate=0), "auxiliary loss"),
         (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of weights"),
         (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=0), "accumulated gradients of weights"),
+        (Sharding(dp=2, ep=2, moe=True, aux=True, together=True, accumulate=2), "auxiliary loss"),
+        (Sharding(dp=4, ep=2, moe=True, aux=True, together=True), "auxiliary loss"),
+        (Sharding(tp=2, lora=True, averages=True), "do not go with each other"),
+        (Sharding(dp=2, ep=2, moe=True, moves=True, lora=True), "do not go with each other"),
+        (Sharding(pp=2, micro=4, ramp=True, held_out=True), "does not go with the held-out loss"),
+        (Sharding(tp=2, ramp=True), "half a growing batch"),
+        (Sharding(pp=2, micro=2, ramp=True), "half a growing batch"),
         (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
         (Sharding(dp=3), "does not split a model over so many devices"),
         (Sharding(dp=3, tp=4, pp=2, micro=2), "refuses a group of ranks"),
