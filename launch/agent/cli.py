@@ -187,8 +187,10 @@ class Start:
     help=(
         "auto continues from this run's newest complete checkpoint; DIR is the folder of a checkpoint to continue "
         "from. If the option is given twice, with auto and with DIR, DIR is used until this run has a checkpoint. "
-        "With DIR only, the run ignores its checkpoints that are newer than DIR; if the same command is started again, "
-        "it continues from the newest checkpoint."
+        "With DIR only, the first start of the command continues from DIR and renames this run's checkpoints that are "
+        "newer than DIR (all of them if DIR is not in this run's folder of checkpoints), so that no resume finds them; "
+        "every later start of the same command continues from this run's newest complete checkpoint, or from DIR if "
+        "there is none."
     ),
 )
 @click.option(

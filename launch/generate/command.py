@@ -209,7 +209,7 @@ class Text:
     help="Generate at most this many tokens for each prompt.",
 )
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
-@click.option("--top-k", type=Number("top_k"), help="Draw each token only from this many likeliest tokens.")
+@click.option("--top-k", type=Number("top_k"), metavar="N", help="Draw each token only from the N likeliest tokens.")
 @click.option(
     "--top-p",
     type=Number("top_p"),

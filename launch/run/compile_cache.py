@@ -46,15 +46,16 @@ AGREE, LOOK = 60.0, 0.2  # seconds until nodes that have not heard of all others
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse MindSpore's own compile cache, which may silently train the graph of another recipe.
+    """Refuse MindSpore's own compile cache, because a run with it may silently train the graph of another recipe.
 
     Raises:
         ClusterError: a variable turns it on, or says where it is.
         RecipeError: the recipe's `context` does.
     """
     instead = (
-        "MindSpore's own cache does not compare recipes, so it may silently train the graph of another recipe; remove "
-        "this setting, and use tc3 train --compile-cache, which compares everything on which a graph depends"
+        "MindSpore's own cache does not compare recipes, so a run with this cache may silently train the graph of "
+        "another recipe; remove this setting, and use tc3 train --compile-cache, which compares everything on which a "
+        "graph depends"
     )
     named = [name for name in OWN if environ.get(name) and KEY not in environ]
     if named:

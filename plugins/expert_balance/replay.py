@@ -120,7 +120,8 @@ def eplb(loads: np.ndarray, devices: int) -> np.ndarray:
 
 
 def eplb_with_copies(loads: np.ndarray, devices: int, spare: int) -> np.ndarray:
-    """Return the expert of every slot, int64 [D, E / D + spare], as EPLB's global policy fills them for inference.
+    """Return which expert each slot holds, int64 [D, E / D + spare], if EPLB's global policy for inference fills the
+    slots.
 
     1. The D x spare copies are made one by one; each is a copy of the expert that has the most tokens per slot at that
        moment.

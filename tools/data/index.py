@@ -41,7 +41,7 @@ _NOT_ONE_SEQUENCE = "the index does not hold one sequence for each document; pre
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
-    """Return the type of the token ids that Megatron's `optimal_dtype` chooses: "uint16" for vocabularies below 65,500
+    """Return the type that Megatron's `optimal_dtype` chooses for token ids: "uint16" for vocabularies below 65,500
     ids, and "int32" otherwise.
 
     `requested` is "auto", "uint16" or "int32". Raises `DataError` if `vocab_size` ids do not fit into the requested

@@ -109,14 +109,14 @@ class Ranks(click.ParamType):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw the memory and the communication traffic of each pipeline stage (.svg or .png).",
+    help="Draw the memory and the communication traffic of each pipeline stage to this file (.svg or .png).",
 )
 @click.option(
     "--time-line",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw the memory in use at each forward and backward pass on the pipeline stage with the highest peak (.svg, "
-    ".png), or write the values (.json).",
+    help="Draw the memory in use at each forward and backward pass on the pipeline stage with the highest peak to this "
+    "file (.svg or .png), or write the values to this file (.json).",
 )
 @unverified_option
 def dryrun(

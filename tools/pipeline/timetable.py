@@ -31,6 +31,7 @@ from tools.pipeline.schedules import order_table, shape_of
 FORWARD, BACKWARD, SPLIT, WEIGHT = range(4)
 KINDS = 4
 PAIR = 3  # in `Timetable.paired`
+_WORDS = {"F": "the forward pass", "B": "the backward pass", "W": "the weight gradients"}
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,18 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
             next(walk, None)
     stuck = [stage for stage, done in enumerate(places) if len(done) < len(tables[stage])]
     if stuck:
-        at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
-        said = {stage: (ORDER_KINDS[row[0]], *row[1:3], *([row[3]] if row[3] else [])) for stage, row in at.items()}
-        waits = "; ".join(f"stage {stage} at {operation}" for stage, operation in said.items())
+        waits = "; ".join(f"stage {stage} at {_in_words(tables[stage][len(places[stage])])}" for stage in stuck)
         raise RecipeError(
             f"these passes of pipeline stages wait for each other, or for a pass that no stage runs: {waits}"
         )
     return places
+
+
+def _in_words(operation: np.ndarray) -> str:
+    """Return in words which operation a row of an order's table is."""
+    kind, micro_batch, chunk, part = operation.tolist()[:4]
+    of_part = f", part {part} of the sequence" if part else ""
+    return f"{_WORDS[ORDER_KINDS[kind]]} of micro-batch {micro_batch} in chunk {chunk}{of_part}"
 
 
 def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None]:

@@ -17,7 +17,7 @@ from tools.checkpoint.stored import METADATA, MODEL_FILE, Stored, read_metadata
 from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder, real_path
 from tools.recipe.load import Recipe
-from tools.weights.convert_plan import changed_settings, keep_recipe, recipe_of_run
+from tools.weights.convert_plan import keep_recipe, recipe_of_run, settings_apart
 from tools.weights.inventory import mark
 from tools.weights.source import Source, is_of_the_model, refuse_target
 
@@ -165,15 +165,16 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
             )
         if _placed(source) != _placed(first):
             raise CheckpointError(
-                f"{source.path}: the experts have moved since {first.path}; put the experts of both in order with `tc3 "
-                "experts restore-order`"
+                f"{source.path}: the experts are in other slots than in {first.path}; write a copy of each checkpoint "
+                "with its experts in logical order (tc3 experts restore-order), and average the copies"
             )
         own = recipe_of_run(source.path, say=True)
-        if model and own and (changed := changed_settings(model, own)):
+        if model and own and (apart := settings_apart(model, own)):
+            settings = "; ".join(f"{name} is {new!r}, but {old!r} in {model.source}" for name, old, new in apart)
             raise CheckpointError(
-                f"{source.path}: the runs trained models with other settings, so an average of their weights has no "
-                f"meaning: from {model.source} to {own.source}, {'; '.join(changed)}; average only checkpoints of one "
-                "model"
+                f"{source.path}: this checkpoint's recipe {own.source} has other settings of the model than "
+                f"{model.source}, so an average of the weights of the two runs has no meaning: {settings}; average "
+                "only checkpoints of one model"
             )
         model = model or own
 

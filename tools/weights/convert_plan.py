@@ -370,8 +370,13 @@ _OF_GROUPS = ("num_query_groups", "use_contiguous_weight_layout_attention")  # l
 
 
 def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
-    """Return in words the settings with which `asked` would compute other results from the weights that `trained` has
-    trained; no shape of a weight shows these settings.
+    """Return in words what `settings_apart` finds, as changes of one recipe."""
+    return [f"{name} was {old!r} and is {new!r} now" for name, old, new in settings_apart(trained, asked)]
+
+
+def settings_apart(trained: Recipe, asked: Recipe) -> list[tuple[str, Any, Any]]:
+    """Return the settings with which `asked` would compute other results from the weights that `trained` has trained,
+    each as (name, value in `trained`, value in `asked`); no shape of a weight shows these settings.
 
     Models that Hugging Face's classes can express are compared by their config.json, others by MindFormers' settings.
     """
@@ -385,7 +390,7 @@ def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
             fields[_INTERPOLATION] = None if fields.get(_INTERPOLATION) == 1 else fields.get(_INTERPOLATION)
         latent = old.get("multi_latent_attention") and new.get("multi_latent_attention")
         return [
-            f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+            (name, old.get(name), new.get(name))
             for name in _OF_RESULTS
             if (old.get(name) or None) != (new.get(name) or None) and not (latent and name in _OF_GROUPS)
         ]

@@ -93,13 +93,13 @@ def check_config(folder: Path, sizes: Sizes, extended: Callable[[str], None] | N
     return content
 
 
-def differences(before: Sizes, after: Sizes) -> list[str]:
-    """Return in words the settings with which the model `after` would compute other results from the weights of the
-    model `before`; the shapes of weights are not compared.
+def differences(before: Sizes, after: Sizes) -> list[tuple[str, Any, Any]]:
+    """Return the settings with which the model `after` would compute other results from the weights of the model
+    `before`, each as (name, value before, value after); the shapes of weights are not compared.
     """
     old, new = ({**each.hf, "use_interleaved_weight_layout_mlp": each.interleaved} for each in (before, after))
     return [
-        f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+        (name, old.get(name), new.get(name))
         for name in {**old, **new}
         if name not in _UNCOMPARED and name not in _IN_SHAPES and not _same(old.get(name), new.get(name))
     ]

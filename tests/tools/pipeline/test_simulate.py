@@ -195,8 +195,12 @@ def test_sending_counts_in_a_chain_that_stays_on_its_stage(seed, schedule, trans
 
 def test_orders_that_wait_for_each_other_are_named():
     first = [Op("B", 0, 0), Op("F", 0, 0)]
-    with pytest.raises(RecipeError, match=r"stage 0 at \('B', 0, 0\); stage 1 at \('F', 0, 0\)"):
+    at = "stage 0 at the backward pass of micro-batch 0 in chunk 0; stage 1 at the forward pass of micro-batch 0 in "
+    with pytest.raises(RecipeError, match=rf"{at}chunk 0$"):
         laid([first, [Op("F", 0, 0), Op("B", 0, 0)]], 1)
+    parts = [Op("F", 0, 0), Op("W", 0, 0, 1), Op("F", 0, 0, 1), Op("B", 0, 0, 1), Op("B", 0, 0), Op("W", 0, 0)]
+    with pytest.raises(RecipeError, match=r"the weight gradients of micro-batch 0 in chunk 0, part 1 of the sequence$"):
+        laid([parts], 1)
 
 
 def test_unknown_overlap():

@@ -46,8 +46,10 @@ _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('t
 
 @dataclass
 class Record:
-    """A `Record` holds the named arrays that one of the two compared trainings computed. In the reference's record,
-    `single` holds the training steps that `reference.train.single_steps` computed one by one from MindFormers' states.
+    """A `Record` holds the named arrays that one of the two compared trainings computed.
+
+    In the reference's record, `single` holds the results of `reference.train.single_steps`, which computes every
+    training step separately, each from the weights and Adam moments that the MindFormers training had before this step.
     """
 
     trace: Arrays

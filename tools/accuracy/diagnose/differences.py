@@ -83,7 +83,9 @@ class Verdict:
 
     @property
     def before(self) -> int:
-        """Return the number of differences, all explained by rounding, before the first larger one."""
+        """Return how many differences come before the first difference that rounding does not explain; rounding
+        explains all of them. Return 0 if rounding explains every difference.
+        """
         return self.findings.index(self.first[0]) if self.findings else 0
 
     @property

@@ -185,9 +185,10 @@ def exchanged(config: Configuration, stage: int) -> float:
 
 def exchange_of(slices: Iterable[float], item: int) -> float:
     """Return the peak memory in bytes of the tensors that a device sends and receives while experts move to other
-    devices. The device exchanges one tensor after another, so that the result is twice the bytes of the largest slice
-    of a tensor. The argument `slices` holds the number of elements of each slice, and `item` is the number of bytes of
-    an element. The optimizer's moments have four bytes for each element.
+    devices. Because the device exchanges one tensor after another, the peak is twice the bytes of the largest slice of
+    a tensor: one slice that is sent and one that is received. The argument `slices` holds the number of elements of
+    each slice, and `item` is the number of bytes of an element. The optimizer's moments have four bytes for each
+    element.
     """
     return 2.0 * max(slices, default=0.0) * max(item, _WIDE)
 

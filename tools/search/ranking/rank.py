@@ -140,8 +140,10 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request, funnel: Funnel | None = None) -> bool:
-    """Return whether any legal strategy fits the memory of the devices, be it with balanced layers or with layers that
-    move from full stages; `funnel` counts the candidates that are not legal.
+    """Return whether any legal strategy fits into the memory of the devices, either with layers divided evenly over the
+    pipeline stages or after layers were moved from stages without enough memory to stages with free memory; `funnel`
+    counts the candidates that are not legal. Layers are moved only in the `_TRIED` candidates whose fullest stage needs
+    the least memory.
     """
     memory, room = MemoryTable(request), request.room
     nearly: list[tuple[float, Candidate]] = []  # of each block the one whose heaviest stage holds least
