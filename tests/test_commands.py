@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sysconfig
 import tempfile
+from filecmp import cmp
 from pathlib import Path
 
 import click
@@ -27,7 +28,6 @@ from launch.firsthour.cli import firsthour_command
 from plugins.expert_balance.record import Record, append
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.commands import CARDS, JUDGES, ROOT, Command, commands, leaf_of, linked, way_of
-from tests.inputs import builders
 from tests.inputs.rows import Row
 from tests.inputs.runner import run_here
 from tests.tools.checkpoint.saved import of_two_ranks
@@ -87,13 +87,13 @@ def resolved(words):
 @pytest.fixture(scope="module")
 def place():
     """FOLDER with what a reader has after some days: corpora, a run with checkpoints, recipes, clusters."""
-    builders.corpus_of_mini(FOLDER)
-    texts = [" ".join(random.Random(number).choices(WORDS, k=200)) for number in range(30)]
+    texts = [" ".join(random.Random(number).choices(WORDS, k=200)) for number in range(60)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (FOLDER / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     source = Corpus((str(FOLDER / "corpus.jsonl.gz"),))
     data = FOLDER / "output" / "data"
-    prepare(PrepareOptions(source, data / "mine", vocab_size=300, held_out=0.1, seed=3))
+    for name in ("stdlib", "mine"):  # the first is what recipes/mini reads, with the samples that its recipes want
+        prepare(PrepareOptions(source, data / name, vocab_size=300, held_out=0.1, seed=3))
     prepare(PrepareOptions(source, data / "docs", tokenizer=str(data / "stdlib_tokenizer"), held_out=0.1))
     rows = [{"instruction": "Say", "input": word, "output": word} for word in WORDS]
     for name in ("", "_heldout"):
@@ -117,6 +117,11 @@ def place():
     shutil.rmtree(FOLDER)
 
 
+def same_file(first, second):
+    """Return whether the second file is there and has the content of the first."""
+    return second.is_file() and first.stat().st_size == second.stat().st_size and cmp(first, second, shallow=False)
+
+
 def furnish(leaf, rest):
     """Small files as they are before a command, and no file where it writes."""
     for name in ("my", "mine", "theirs", "fast"):
@@ -136,9 +141,9 @@ def furnish(leaf, rest):
     (FOLDER / "hosts.txt").write_text("".join(f"{host} {slots}\n" for host in hosts))
     for started in [*FOLDER.glob("output/mini-*"), *FOLDER.glob("output/telechat3_*"), FOLDER / "new"]:
         shutil.rmtree(started, ignore_errors=True)
-    data = FOLDER / "output" / "data"  # `tc3 data prepare` has made others, or its target below was cleared for it
-    if not all((data / name).exists() for name in ("stdlib_heldout.bin", "mine.idx", "docs.idx")):
-        shutil.copytree(FOLDER / "kept", FOLDER / "output", dirs_exist_ok=True)
+    kept = FOLDER / "kept"  # `tc3 data prepare` may have made other corpora, or its target below was cleared for it
+    if any(not same_file(path, FOLDER / "output" / path.relative_to(kept)) for path in (kept / "data").rglob("*.*")):
+        shutil.copytree(kept, FOLDER / "output", dirs_exist_ok=True)
     if "checkpoint.load_path=mean" in rest and not (FOLDER / "mean").exists():  # of the command before on the page
         shutil.copytree(FOLDER / "output" / "RUN" / "checkpoint" / "iteration_00000100", FOLDER / "mean")
     targets = [rest[at + 1] for at, word in enumerate(rest[:-1]) if word in OUTPUTS]

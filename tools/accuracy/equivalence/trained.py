@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from plugins.sealed_checkpoint.router_state import AVERAGES
 from plugins.step_record.plan import MOMENTS
 from tools.accuracy.equivalence.runs import (
     BIAS,
@@ -289,21 +290,32 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of the last moments, and of each weight's total change, for sums over `tokens` terms."""
+    """Yield comparisons of the last moments and averages, and of each weight's total change, for sums over `tokens`
+    terms.
+    """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
+    rate = sum(step["learning_rate"] for step in reference.steps)
+
+    def room(weight: str) -> np.ndarray:
+        stored = last * 2 * ROUNDOFF[DTYPE] * np.abs(reference.state[weight])
+        squares = reference.state.get(LEAST + weight)  # Muon divides by none
+        return stored if squares is None else stored + leeway(squares, allowed, rate)
+
+    def within(got: np.ndarray, want: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return want + np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
+
     for name in (name for name in reference.state if name.startswith(KEPT)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
         weight = name.split(".", 1)[1]
-        yield At(run, last, OPTIMIZER).judged(weight, name, run.state[name], reference.state[name], most)
-    rate = sum(step["learning_rate"] for step in reference.steps)
+        got, want = run.state[name], reference.state[name]
+        if name.startswith(AVERAGES):  # a sum of weights, whose updates may each err as below
+            got, want = got.astype(np.float64), want.astype(np.float64)
+            got = within(got, want, last * room(weight))
+        yield At(run, last, OPTIMIZER).judged(weight, name, got, want, most)
     for name in (name.removeprefix(START) for name in reference.state if name.startswith(START)):
         got, want = (side.state[name].astype(np.float64) - side.state[START + name] for side in (run, reference))
-        stored = last * 2 * ROUNDOFF[DTYPE] * np.abs(reference.state[name])
-        squares = reference.state.get(LEAST + name)  # Muon divides by none
-        room = stored if squares is None else stored + leeway(squares, allowed, rate)
-        over = np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
-        most = allowed + GROWTH * 2 * ROUNDOFF[DTYPE] * (squares is None)
-        yield At(run, last, OPTIMIZER).judged(name, f"change of {name}", want + over, want, most)
+        most = allowed + GROWTH * 2 * ROUNDOFF[DTYPE] * (LEAST + name not in reference.state)
+        yield At(run, last, OPTIMIZER).judged(name, f"change of {name}", within(got, want, room(name)), want, most)
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:

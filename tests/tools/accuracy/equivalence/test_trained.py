@@ -116,6 +116,14 @@ def test_a_sign_of_noise_is_no_difference(one):
     quiet = dataclasses.replace(one, state={**one.state, f"least.{EXPERTS}": moment})
     moved = dataclasses.replace(quiet, state={**quiet.state, EXPERTS: weight})
     assert compare_trained(moved, quiet).findings == ()
+    # the sum of weights of which PmaAdamW makes averages moves with them, and is compared where noise decides nothing
+    total = {f"pma_weight_sma.{EXPERTS}": 0.001 * one.state[EXPERTS]}
+    with_sum = dataclasses.replace(quiet, state={**quiet.state, **total})
+    for place, found in (((3, 3), 0), ((0, 0), 1)):
+        other = {name: value.copy() for name, value in total.items()}
+        other[f"pma_weight_sma.{EXPERTS}"][place] += 0.1
+        spoilt = dataclasses.replace(with_sum, state={**with_sum.state, **other})
+        assert len(compare_trained(spoilt, with_sum).findings) == found, place
     assert leeway(moment, 1e-4, 0.2)[3, 3] == 0.4
     assert np.sort(leeway(moment, 1e-4, 0.2), axis=None)[-2] < 0.01
 
