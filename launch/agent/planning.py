@@ -322,8 +322,8 @@ def read_saves(job: Job, what: Callable[[], Answer], limit: float | None = None)
         limit: of a node that leaves, the seconds after which a read that has not returned is given up.
 
     Raises:
-        LostDiskError: a read has not returned for `limit` seconds or, in a watchful run, for as long as hosts are waited
-            for.
+        LostDiskError: a read has not returned for `limit` seconds or, in a watchful run, for as long as hosts are
+            waited for.
     """
     patience = job.patience if job.watchful else math.inf
     return while_reading(job.saves, patience if limit is None else min(patience, limit), what)
