@@ -49,7 +49,7 @@ check_master() {
 # Lock a folder as tc3 does (tools/files/locks.py): two runs that write one folder spoil each other. The lock is held until
 # this script and msrun have ended, also when they are killed.
 lock() {
-    local folder=$1 file=$1/.lock code pid='' host=''
+    local folder=$1 key=$2 file=$1/.lock code pid='' host=''
     while true; do
         mkdir -p "$folder" 2>/dev/null || fail "$folder: this folder cannot be made"
         { exec {LOCK}>>"$file"; } 2>/dev/null || fail "$folder: nothing can be written into this folder"
@@ -63,7 +63,7 @@ lock() {
         [ -z "$LOCKED" ] || rm -f "$LOCKED/.lock"
         [ -z "$LOCKED" ] || rmdir "$LOCKED" 2>/dev/null || true
         pid=${pid:+pid $pid${host:+ on $host}}
-        fail "$folder: a run is in progress in this folder (${pid:-agents of tc3 agent}); choose another RUN_DIR"
+        fail "$folder: a run is in progress in this folder (${pid:-agents of tc3 agent}); choose another $key"
     done
     [ "$code" -eq 0 ] ||
         echo "note: $folder: this folder cannot be locked here (flock: exit code $code): start no second run in it" >&2
@@ -122,8 +122,12 @@ RUN_DIR=$(cd "$RUN_DIR" && pwd)
 # The first node locks for all nodes.
 LOCKED=
 if [ "$RANK" -eq 0 ]; then
-    lock "$RUN_DIR"
-    [ "${SAVE_PATH:-}" -ef "$RUN_DIR" ] || lock "${SAVE_PATH:-$RUN_DIR/checkpoint}"
+    lock "$RUN_DIR" RUN_DIR
+    if [ -z "${SAVE_PATH:-}" ]; then
+        lock "$RUN_DIR/checkpoint" RUN_DIR
+    elif ! [ "$SAVE_PATH" -ef "$RUN_DIR" ]; then
+        lock "$SAVE_PATH" checkpoint.save_path
+    fi
 fi
 LOG_DIR=$RUN_DIR/logs/node_$RANK
 mkdir -p "$LOG_DIR"

@@ -249,7 +249,7 @@ class Agent:
 
         def given_in_time(attempt: Attempt) -> Verdict:
             with self._interruptible() if limit is None else nullcontext():
-                return read_saves(self.job, partial(given, attempt))
+                return read_saves(self.job, partial(given, attempt), limit)
 
         while (found := self.meeting.verdict(plan.attempt, given_in_time)) is None:
             if limit is not None and time.monotonic() - began > limit:

@@ -315,13 +315,18 @@ def make_plan(
     )
 
 
-def read_saves(job: Job, what: Callable[[], Answer]) -> Answer:
+def read_saves(job: Job, what: Callable[[], Answer], limit: float | None = None) -> Answer:
     """Return what the function `what` returns, which reads checkpoints of the run.
 
+    Args:
+        limit: of a node that leaves, the seconds after which a read that has not returned is given up.
+
     Raises:
-        LostDiskError: the run is watchful, and a read has not returned for as long as hosts are waited for.
+        LostDiskError: a read has not returned for `limit` seconds or, in a watchful run, for as long as hosts are
+            waited for.
     """
-    return while_reading(job.saves, job.patience if job.watchful else math.inf, what)
+    patience = job.patience if job.watchful else math.inf
+    return while_reading(job.saves, patience if limit is None else min(patience, limit), what)
 
 
 def read_skipped(job: Job) -> None:

@@ -282,3 +282,20 @@ def test_a_signal_ends_an_agent_that_hangs_while_it_reads_checkpoints_for_its_ve
     agent.meeting = SimpleNamespace(now=lambda: 1.0, verdict=lambda number, decide: decide(None))
     with pytest.raises(loop.Interrupted):
         agent._verdict(Plan(0, 1.0, ["here"], 2, "here", 9000))
+
+
+def test_an_agent_that_leaves_does_not_wait_for_a_read_that_hangs(tmp_path, monkeypatch):
+    """Without --restarts it waited for ever, and further signals had no effect."""
+    plan, hangs = Plan(0, 1.0, ["here"], 2, "here", 9000), threading.Event()
+    agent = Agent(Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",)))
+    part = SimpleNamespace(run=lambda: (Outcome(130), SimpleNamespace(outcome="interrupted")))
+    monkeypatch.setattr(loop, "LEAVE", 0.3)
+    monkeypatch.setattr(loop, "Part", lambda *given: part)
+    monkeypatch.setattr(loop, "newest_saved", lambda saves: hangs.wait(20.0) and None)
+    monkeypatch.setattr(agent, "_planned", lambda number: plan)
+    verdict = mock.Mock(side_effect=lambda number, decide: decide(None))
+    agent.meeting = SimpleNamespace(end=mock.Mock(), now=lambda: 1.0, verdict=verdict)
+    began = time.monotonic()
+    assert agent._attempt(0) is None and agent.outcome.code == 130
+    assert time.monotonic() - began < 5.0
+    hangs.set()

@@ -322,7 +322,7 @@ def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
         code, record, err = run(two, "0")
         assert (code, record, err) == (2, None, f"error: {own}: {busy}; choose another RUN_DIR\n")
         code, record, err = run(one, RUN_DIR=str(tmp_path / "other"))
-        assert (code, record, err) == (2, None, f"error: {saves}: {busy}; choose another RUN_DIR\n")
+        assert (code, record, err) == (2, None, f"error: {saves}: {busy}; choose another checkpoint.save_path\n")
         assert not (tmp_path / "other").exists() and run(two, "1")[0] == 0
         with pytest.raises(ClusterError, match=re.escape(busy)), only_run_in(own):
             pass
