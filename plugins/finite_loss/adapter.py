@@ -1,5 +1,6 @@
-"""This module ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is
-saved.
+"""This module ends a run if the loss or the global gradient norm of a step is not finite (see `plan`), and saves no
+checkpoint of such a step. The module also ends the run if a checkpoint that was just written has weights that are not
+finite, and no resume uses this checkpoint.
 
 MindFormers runs callbacks that it does not know after its CheckpointMonitor, which would already have saved the step.
 So this module reads the loss and its parts inside MFLossMonitor, the first callback, because MFLossMonitor clears these

@@ -135,9 +135,9 @@ class ExpertTimes(DeviceTimes):
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
         """Return two schedules of an MoE layer under `plugins.ep_overlap`: one without chunks, and the fastest one with
-        chunks. The argument `cuts` lists the allowed numbers of parts (of the batch, of a sequence); if it is empty,
-        all numbers that divide the batch and the sequence are allowed. If `stride` is None, the fastest order of the
-        chunks is used.
+        chunks. Each entry of `cuts` is an allowed pair (number of parts of the batch, number of parts of a sequence);
+        if `cuts` is empty, the pairs that `plugins.ep_overlap.plan.candidates` returns are allowed. If `stride` is
+        None, the fastest order of the chunks is used.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.

@@ -50,8 +50,9 @@ FORMS = (
 )
 HELP = (
     "Assume that the experts' tokens are distributed in this way over the devices of an expert-parallel group. LOADS "
-    "is one of the words even, published and trained; spread:NUMBER; a number such as 1.3, the largest load divided by "
-    "the mean load; the folder of a run with plugins.expert_balance; or the file of a routing log (.jsonl or .csv). "
+    "can be a word ('even', 'published' or 'trained'); 'spread:NUMBER', where NUMBER is the standard deviation of the "
+    "logarithm of a device's load; a number such as 1.3, which is the largest load divided by the mean load; the "
+    "folder of a run with plugins.expert_balance; or the file of a routing log (.jsonl or .csv). "
     "docs/estimator.md explains each of these values.  [default: even]"
 )
 _SPREAD = Range(0, 3, whole=False)

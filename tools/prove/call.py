@@ -110,8 +110,8 @@ class Call:
         return replace(fit[0], loose=frozenset()) if len({each.dims for each in fit}) == 1 else x
 
     def states_another_cut(self, place: int) -> bool:
-        """Return whether MindSpore's layout of the operator (`in_strategy`) contradicts the spread of the argument
-        number `place`.
+        """Return whether `in_strategy`, MindSpore's layout of the operator, cuts the dimensions of argument `place`
+        (counted from 0) over other numbers of ranks than the spread that was found for this argument.
         """
         dims, text = self.spread(place).dims, _STRATEGY.search(self.node.text)
         wanted = re.findall(r"\(([\d, ]*)\)", text[1])[place : place + 1] if text else []

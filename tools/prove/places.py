@@ -1,5 +1,7 @@
-"""This module applies a rule to values with loose pieces (pieces of cut tensors whose dimension is not known yet). The
-module tries every dimension in which a loose piece may lie.
+"""This module applies the rule of an operator to values with loose pieces. The rule is a function from how the
+operator's arguments are spread over the ranks to how its result is spread; a loose piece is a piece of a tensor of
+which it is not known yet in which dimension the tensor is cut. The module tries every dimension in which a loose piece
+may lie.
 """
 
 from __future__ import annotations

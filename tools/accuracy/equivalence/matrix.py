@@ -141,8 +141,9 @@ def equivalence(
     finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
     """Compare each strategy that `choose` returns with its baseline, in runs in the folder `work`. Call `started` with
-    the name of each run, and `finished` with each row as soon as it is judged. Raise RecipeError for a wrong recipe or
-    name.
+    the name of each run, and `finished` with each row as soon as it is judged. Raise RecipeError if the
+    recipe is wrong, if `names` contains a name that no strategy has, or if none of the named strategies can be executed
+    on this machine.
     """
     base = one_worker(path)
     chosen = choose(names, base, drawn)
