@@ -102,7 +102,7 @@ class Ranks(click.ParamType):
     "--prove",
     is_flag=True,
     help="Also check the gradients as tc3 prove does. For this check the command also compiles, for each rank that it "
-    "compiles anyway, the next rank along each axis of the device mesh and the last rank of the pipeline stage.",
+    "compiles anyway, a neighbouring rank along each axis of the device mesh and the last rank of the stage.",
 )
 @click.option("--no-cache", is_flag=True, help="Compile everything again instead of reusing earlier compiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
