@@ -80,7 +80,7 @@ def dies_at(number, error=None, meanwhile=None):
 
 
 def patch_os(monkeypatch, name, function):
-    """Put a function in the place of one of `os` until the test ends, also for what `pathlib` calls."""
+    """Replace the function `name` of `os` by `function` until the test ends, also where `pathlib` calls it."""
     monkeypatch.setattr(os, name, function)
     monkeypatch.setitem(_accessor(), name, function)
 

@@ -22,7 +22,11 @@ PROPERTY = "processor_seconds"
 
 
 def read():
-    """Return budget_seconds; slow: test function -> processor seconds; files: file -> seconds on the clock."""
+    """Return the content of durations.json.
+
+    `budget_seconds` is the most that all slow tests may take together, `slow` maps each slow test function to its
+    processor seconds, and `files` maps each test file to its seconds on the clock.
+    """
     return json.loads(FILE.read_text())
 
 

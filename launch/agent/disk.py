@@ -262,7 +262,7 @@ class Disk:
             except OSError as error:
                 self.trouble = f"{path}: the shared disk cannot be used ({error.strerror or error})"
                 if isinstance(error, FileNotFoundError):
-                    until = began + self.bound  # the folder was removed: that is no busy disk
+                    until = began + self.bound  # a busy disk may need `patience`, but here the folder was removed
                 if self.ticks() + AGAIN > until:
                     raise LostDiskError(self.trouble) from None
             self.pause(AGAIN)

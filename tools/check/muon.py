@@ -117,7 +117,7 @@ def _matrices(config: Configuration) -> list[Weight]:
 
 def left_whole(config: Configuration) -> Weight | None:
     """Return a matrix that Muon treats as a shard, although it is too small for MindSpore to shard it; return None if
-    there is no such matrix.
+    the model has no matrix of this kind.
     """
     every = replace(config, shard_threshold=0)
     others = (weight for weight in _matrices(config) if weight.split != "experts")

@@ -140,11 +140,12 @@ class Placement:
 
     configuration: Configuration | None  # with its new layers and recomputation; None where nothing fits
     step_s: float  # simulated seconds of a step; infinite without a configuration
-    # no placement is faster (what is outside of the pipeline taken as it is in this one); 0 where no bound is known
+    # lower bound of the seconds of every placement that needs as much time outside of the pipeline as this one; 0 where
+    # no bound is known
     bound_s: float
     peak_bytes: tuple[float, ...] = ()  # of each stage
     why: str = ""  # without a configuration what is missing
-    least_s: float = 0.0  # no placement is faster, whatever is outside of the pipeline
+    least_s: float = 0.0  # lower bound of the seconds of every placement, whatever it needs outside of the pipeline
     cut: bool = False  # a deadline ended the search before its effort was spent
     spent: float = 0.0  # effort
     outside_s: float = 0.0  # of `least_s` what gradients, weights and optimizer take at least

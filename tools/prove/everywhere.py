@@ -7,10 +7,11 @@ graph again for each place of the first loose piece on the way to the operator. 
 place leads to a contradiction.
 
 A graph does not show a sum over a dimension that has one element on each rank: if this dimension is cut, the ranks'
-pieces may therefore be parts of a sum, and no place in a dimension describes parts of a sum. Only the results of
-Reshapes are tried, of values without loose pieces over the axes of the contradiction, and only if no such axis cut a
-dimension of one element before the Reshape. If a place is a dimension of one element, an operator contradicts it only
-if the operator also refuses the pieces as parts of a sum (`Placed`).
+pieces may therefore be parts of a sum, and no place in a dimension describes parts of a sum. For this reason the module
+tries places only for the result of a Reshape, and only if the argument of the Reshape has no loose pieces over the mesh
+axes of the contradiction, and none of these axes cuts a dimension of one element of the argument. If a place is a
+dimension of one element, an operator contradicts it only if the operator also refuses the pieces as parts of a sum
+(`Placed`).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Kept:
 
     def begin_at(self, place: float) -> None:
         """Stop counting the steps after `place`, because an attempt that has not trained yet will repeat these steps.
-        If `place` is END, there is no such attempt, and all steps are counted.
+        If `place` is END, no attempt is about to repeat steps, and all steps are counted.
         """
         if place != self.cut:
             self.cut = place

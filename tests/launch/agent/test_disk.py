@@ -250,7 +250,7 @@ def test_a_run_that_filled_its_disk_still_says_how_it_ended(tmp_path):
 
 
 def test_a_planner_whose_disk_of_checkpoints_hangs_ends_and_no_longer_seems_to_plan(tmp_path):
-    """It gave signs of life for ever, so that all others waited for its plan."""
+    """Such a planner went on to give signs of life, so all other agents waited for its plan without end."""
     os.mkfifo(tmp_path / "pipe")  # opening it does not return until somebody writes
     both = {"hosts": ("here", "there"), "nodes": 2, "patience": 1.0, "lost_after": 0.5}
     choose = (tmp_path / "pipe").read_text
@@ -285,7 +285,7 @@ def test_a_signal_ends_an_agent_that_hangs_while_it_reads_checkpoints_for_its_ve
 
 
 def test_an_agent_that_leaves_does_not_wait_for_a_read_that_hangs(tmp_path, monkeypatch):
-    """Without --restarts it waited for ever, and further signals had no effect."""
+    """Without --restarts such an agent waited without end, and further signals had no effect."""
     plan, hangs = Plan(0, 1.0, ["here"], 2, "here", 9000), threading.Event()
     agent = Agent(Job(load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml"), tmp_path, "here", ("here",)))
     part = SimpleNamespace(run=lambda: (Outcome(130), SimpleNamespace(outcome="interrupted")))

@@ -424,7 +424,7 @@ def test_a_run_that_was_removed_is_not_watched_for_ever(tmp_path, monkeypatch, c
 
 
 def test_a_launch_script_that_was_killed_is_not_said_to_be_running(tmp_path):
-    """A script writes no attempts, and the watch said `running`, and ended with 0, for ever."""
+    """A launch script does not record attempts, so `tc3 runs watch` reported `running` although nothing ran."""
     append(empty(tmp_path), header(10), step(1))
     dead = subprocess.Popen(["true"])
     dead.wait()

@@ -32,7 +32,7 @@ DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed
 RAMP_PARTS = 4  # micro-batches of a batch whose half still has two, as few as a growing batch may have
 # adapters of attention, which every model has; the factor lets their gradients be clipped
 ADAPTERS = {"rank": 4, "alpha": 64, "targets": ["self_attention.*"]}
-AVERAGES = {"type": "PmaAdamW", "fused_algo": "sma", "fused_num": 2, "interleave_step": 1}  # after steps 2, 4, ...
+PMA = {"type": "PmaAdamW", "fused_algo": "sma", "fused_num": 2, "interleave_step": 1}  # after steps 2, 4, ...
 # fields of a `Sharding` that one process has in common with it
 MODEL = (
     *("moe", "sparse", "mtp", "layers", "aux", "documents"),
@@ -167,7 +167,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     if sharding.documents:
         _apart(recipe)
     if sharding.averages:
-        recipe["optimizer"].update(AVERAGES)
+        recipe["optimizer"].update(PMA)
     if sharding.lora:
         recipe["plugins"]["lora"] = copy.deepcopy(ADAPTERS)
     if sharding.ramp:
