@@ -184,7 +184,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICE
     if workers % each:
         raise ClusterError(
             f"the recipe's {workers} workers do not fill whole nodes of {each} workers: write a file with the line "
-            "NAME N for each host, where N is its number of workers, and give the file with --nodes"
+            "NAME WORKERS for each host, where WORKERS is its number of workers, and give the file with --nodes"
         )
     return Cluster(workers // each, each, f"node{{0..{workers // each - 1}}}")
 

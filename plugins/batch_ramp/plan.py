@@ -121,7 +121,9 @@ class Ramp:
         return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
 
     def end_at(self, step: int) -> int | None:
-        """Return the last step of the stage that contains step number `step`; None after the last stage."""
+        """Return the last step of the stage that contains step number `step`; return None if the step comes after the
+        last stage.
+        """
         return next((end for end, _ in self.stages if step <= end), None)
 
 

@@ -91,7 +91,7 @@ class Settings(Section):
 
     @property
     def names(self) -> list[str] | None:
-        """Return the names under which the losses of several corpora are recorded; None if `data_path` is not a
+        """Return the names under which the losses of several corpora are recorded; return None if `data_path` is not a
         list.
         """
         return None if isinstance(self.data_path, str) else short_names(self.data_path)
@@ -140,7 +140,7 @@ class Batches:
         return cls(recipe["runner_config"]["batch_size"] * micro * ranks, micro, *pipeline_of(recipe))
 
     def share_of(self, rank: int, ranks: int) -> float:
-        """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
+        """Return the weight of a rank's loss in the mean over the ranks; return 0 for a rank that does not compute the
         loss.
         """
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
@@ -251,8 +251,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_samples(settings: Settings, global_batch: int) -> None:
-    """Raise RecipeError if the plugin is to read fewer samples than the `global_batch` of a step, which is read
-    whole.
+    """Raise RecipeError if the plugin is to read fewer samples than the `global_batch` samples of a step, because an
+    evaluation reads only whole batches.
     """
     if settings.samples is not None and settings.samples < global_batch:
         wrong = (
@@ -263,8 +263,8 @@ def check_samples(settings: Settings, global_batch: int) -> None:
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as
-    one.
+    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, because HFDataLoader would join all
+    of these files into one data set.
     """
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):

@@ -21,8 +21,8 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; "" if none
-    does.
+    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; return ""
+    if no `card.yaml` says so.
     """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""

@@ -276,7 +276,7 @@ class _Walk:
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
         """Find each Send or Receive (`op`) that transfers a parameter outside of the forward and backward passes.
-        Return for each the global rank of its peer, and a `Way` with the collectives between it and the parameter.
+        Return for each of them the global rank of its peer, and a `Way` with the collectives from it to the parameter.
         """
         nodes = self.graph.graphs[self.graph.root]
         found = []

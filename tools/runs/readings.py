@@ -99,7 +99,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return all readings in the metrics file of one rank, without digests of samples; empty if there is no file."""
+    """Return all readings in the metrics file of one rank, without digests of samples; return none without a file."""
     readings = Readings()
     for record in Follower(file).records():
         readings.add({name: value for name, value in record.items() if name != "samples"})
@@ -360,7 +360,7 @@ class Run:
 
     @property
     def alike(self) -> bool:
-        """Return whether all steps of the run keep their numbers, because its batch grows by plugins.batch_ramp."""
+        """Return whether plugins.batch_ramp grows the run's batch, so that all steps of the run keep their numbers."""
         return bool(self.recipe and View(self.recipe).ramp.stages)
 
     def unit_of(self, attempt: str | None) -> float | None:
@@ -372,7 +372,7 @@ class Run:
         return own or only if own or self.alike or plan is None or plan.start is None else self._tokens(plan)
 
     def begin_of(self, attempt: Attempt) -> float | None:
-        """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
+        """Return the place in the data from which an attempt that has made no step yet trains (None: unknown)."""
         if (plan := attempt.plan) is None:
             return None
         before = {part.unit for part in self.parts if (part.moment or 0.0) <= plan.time}

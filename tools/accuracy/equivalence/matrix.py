@@ -101,8 +101,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies whose names or kinds are in `names`; without names, all except most of those that are
-    executed as a sharded graph, each of which takes minutes.
+    """Return the strategies whose names or kinds are in `names`; without names, return all trained strategies, and only
+    a few of the strategies that are executed as a sharded graph, because each of these takes minutes.
 
     With `base`, the recipe from `one_worker`, rows that need what its model lacks have a reason. With `drawn`, the
     arguments of `draw_cases`, layouts are drawn, too, or only the named ones of them. Raise RecipeError for an unknown
@@ -162,7 +162,9 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return why `tc3 train` would refuse a strategy's recipe (such as 7 experts on 2 ranks); "" if it would not."""
+    """Return why `tc3 train` would refuse a strategy's recipe (such as 7 experts on 2 ranks); return "" if it would
+    accept the recipe.
+    """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
 

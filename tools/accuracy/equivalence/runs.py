@@ -75,8 +75,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of a training, which `make` runs in the first call. Raise RunFailedError if it failed, in
-        this call or an earlier one, or if its record cannot be read.
+        """Return the results of a training, which `make` runs in the first call. Raise RunFailedError if the training
+        failed, in this call or an earlier one, or if its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]

@@ -65,7 +65,9 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether no check of an operator failed; None if no operator could run here, so that it is unknown."""
+        """Return whether no check of an operator failed; return None, which means unknown, if no operator could run
+        here.
+        """
         if self.with_status(FAIL):
             return False
         return True if self.with_status(PASS) else None

@@ -31,8 +31,8 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values, in which magnitudes below `bound` are replaced by `bound`; each value keeps its sign, also
-    zero.
+    """Return the values, in which magnitudes below `bound` are replaced by `bound`; each value, also a zero, keeps its
+    sign.
     """
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
