@@ -151,8 +151,8 @@ _ACCUMULATED = "runner_config.gradient_accumulation_steps"
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of pipeline stages and the number of micro-batches of a rank's step; a number that the recipe
-    does not give is 1. Both are 1 if MindSpore does not split the model over devices, because MindFormers then does not
-    accumulate gradients.
+    does not give is 1. Both numbers are 1 if MindSpore does not split the model over devices, because MindFormers then
+    does not accumulate gradients.
     """
     if not (recipe.get("use_parallel") and splits_model(value_at(recipe, "parallel.parallel_mode", 1))):
         return 1, 1

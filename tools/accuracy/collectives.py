@@ -83,7 +83,9 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if it fails."""
+    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if the training
+    fails.
+    """
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)

@@ -114,7 +114,7 @@ class Card:
 
 def load_cards(recipes: Path) -> list[Card]:
     """Return the cards (`card.yaml`) below the folder `recipes`. The cards of TeleChat3-MoE come first, and model
-    families that are only modelled come last. Within a family, small models come first.
+    families that are only modelled come last. Within a family of models, the cards of small models come first.
 
     Raises:
         RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.

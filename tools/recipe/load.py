@@ -52,8 +52,8 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a nested dict of a recipe's sections, merged with those of its base recipes. It also holds the
-    recipe's file (`source`), and the file and line of every value (`marks`).
+    """A `Recipe` is a nested dict of a recipe's sections, merged with those of its base recipes. A `Recipe` also holds
+    its file (`source`), and the file and line of every value (`marks`).
     """
 
     source: str = ""

@@ -214,7 +214,9 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest absolute difference of two arrays' elements; inf for NaN or different shapes."""
+    """Return the largest absolute difference of two arrays' elements; return inf if a difference is not finite, or if
+    the shapes differ.
+    """
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -223,7 +225,9 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return |got - want| / |want| in the L2 norm: 0 if both are zero, inf for NaN or different shapes."""
+    """Return |got - want| / |want| in the L2 norm; return 0 if both norms are zero, and inf for NaN or different
+    shapes.
+    """
     return _share(_length(got, want), want)
 
 

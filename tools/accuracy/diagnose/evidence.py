@@ -206,7 +206,9 @@ def _trained(name: str) -> str:
 
 
 def read_side(folder: Path) -> Side:
-    """Return all records of the run in `folder`; raise DataError if it holds no step, or if a record is damaged."""
+    """Return all records of the run in `folder`; raise DataError if the run has recorded no step, or if a record is
+    damaged.
+    """
     recipe = _recipe_of(folder)
     view = View(recipe)
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}

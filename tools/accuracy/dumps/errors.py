@@ -246,8 +246,8 @@ def filled(item: Item) -> int:
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     """Return the largest relative difference between the statistics (max, min, mean, L2 norm) of a tensor in two dumps;
-    inf if a statistic differs and is not finite. If a mask has filled the tensor with huge values of one sign, the
-    error of the largest value of the other sign is relative to this value itself.
+    return inf if a statistic differs and is not finite. If a mask has filled the tensor with huge values of one sign,
+    the error of the largest value of the other sign is relative to this value itself.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):

@@ -93,7 +93,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return a golden file's numbers by the names of runs; raise DataError if it holds none."""
+    """Return a golden file's numbers by the names of runs; raise DataError if the file holds no golden numbers."""
     return _content(file)["runs"]
 
 

@@ -173,7 +173,7 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the results of a variant, trained once; raise RunFailedError if it failed."""
+        """Return the results of the training of a variant, which runs only once; raise RunFailedError if it failed."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:

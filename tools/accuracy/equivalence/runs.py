@@ -143,7 +143,9 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe, written beside `run_dir`, by `tc3 train` into `run_dir`; raise RunFailedError if it fails."""
+    """Write a recipe beside `run_dir`, and train it by `tc3 train` into `run_dir`; raise RunFailedError if the training
+    fails.
+    """
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")

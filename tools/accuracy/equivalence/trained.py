@@ -196,7 +196,9 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
 
 
 def other_length(run: Trained, reference: Trained) -> Comparison | None:
-    """Return the comparison of two trainings if their numbers of steps differ; return None if they are equal."""
+    """Return a comparison that fails if two trainings have different numbers of steps; return None if the numbers are
+    equal.
+    """
     if len(run.steps) == len(reference.steps):
         return None
     detail = f"the number of steps is {len(run.steps)}, but must be {len(reference.steps)}"
