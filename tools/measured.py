@@ -367,8 +367,8 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
 
 def memory_in_words(bundle: Bundle) -> str:
     """Return a sentence about the measured terms of memory in a bundle, for commands that predict other layouts than
-    the measured one. Such commands use the measured reserve, which does not depend on the layout, and not the measured
-    factors.
+    the measured one. Commands that predict other layouts use the measured reserve, which does not depend on the layout,
+    and not the measured factors.
     """
     terms = measured_memory(bundle)
     if terms is None:

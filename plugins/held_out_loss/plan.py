@@ -225,8 +225,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
 
 
 def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
-    """Return the settings; refuse settings that would evaluate nothing, or that would evaluate other data than held-out
-    data.
+    """Return the settings of `plugins.held_out_loss` in a recipe; refuse settings with which nothing would be
+    evaluated, or with which data would be evaluated that is not held out.
 
     Args:
         settings: the plugin's section.

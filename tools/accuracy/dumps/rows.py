@@ -271,7 +271,9 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the type by which a tensor is judged: its 16-bit type in either dump, otherwise "float32"."""
+    """Return the data type by which a tensor is judged: the 16-bit type that it has in one of the dumps, or "float32"
+    if it has no 16-bit type.
+    """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

@@ -90,7 +90,7 @@ class Sharding:
     @property
     def node(self) -> int:
         """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all ranks in the mode
-        "global", otherwise the largest number that gives at least two equal nodes.
+        "global", and in other modes the largest number that gives at least two equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)

@@ -284,8 +284,8 @@ def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return the tolerance of a mean over `tokens` tokens: that of Table 2 for their sum, divided by the root of
-    `tokens`, because the errors of single tokens partly cancel.
+    """Return the tolerance of a mean over `tokens` tokens. It is the tolerance of the sum (Table 2 of the TeleChat3-MoE
+    report), divided by the root of `tokens`, because the errors of single tokens partly cancel.
 
     At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
     full tolerance of Table 2 would hide a wrong mask.
@@ -323,8 +323,8 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return, for each element of a weight, the largest error that errors of its gradients within the tolerance of
-    Table 2 can cause.
+    """Return, for each element of a weight, the largest error that can arise if the element's gradients have errors
+    within the tolerance of Table 2 (TeleChat3-MoE report).
 
     AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
     learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the

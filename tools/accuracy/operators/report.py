@@ -93,7 +93,7 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, otherwise PASS."""
+    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, and PASS in all other cases."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS
