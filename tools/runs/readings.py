@@ -217,7 +217,7 @@ class Steps(Follower):
 
     @property
     def left_out(self) -> str:
-        """Return in words how many lines were left out, and why the first was; return "" if none was left out."""
+        """Return in words how many lines were left out, and why the first one was left out; return "" if none was."""
         count, more = len(self.faults), f", and {len(self.faults) - 1} more" * (len(self.faults) > 1)
         return f"{count} record{'s' * (count > 1)} left out ({self.faults[0]}{more})" if count else ""
 

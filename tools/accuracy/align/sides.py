@@ -229,7 +229,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that a compared training failed; the message has its last line and its log file."""
+    """This error means that a compared training failed; the message holds the last line of the training's output and
+    the path of its log file.
+    """
 
 
 def find_torch(python: str) -> None:

@@ -1,6 +1,7 @@
 """This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
 TeleChat3-MoE report, and names the usual cause of the earliest difference, which may have caused all later differences.
-In each step the weights come first, then the batch, the forward pass and the backward pass.
+Within a step, the tensors of the weights come first, followed by those of the batch, the forward pass and the backward
+pass.
 
 A difference in the first step has arisen before any update. If a later step is the first to differ, the optimizer has
 moved weights, or the code between two steps has moved a state.

@@ -1,5 +1,5 @@
-"""This module compares every parallel strategy that a CPU can run with one worker, and shows the results (the
-equivalence matrix) on a terminal, as JSON and as HTML.
+"""This module compares trainings under parallel strategies that run on CPU with trainings in one process, and shows the
+results (the equivalence matrix) on a terminal, as JSON and as HTML.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class Trained:
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each runs once, when it is first needed."""
+    """A `Runs` holds the trainings of one recipe by name; each training runs only once, when its results are first
+    needed.
+    """
 
     base: Recipe  # the recipe that `one_worker` returned
     steps: int
@@ -98,7 +100,7 @@ class Runs:
 
 
 def callbacks_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return copies of a recipe's callbacks whose loss monitor reports every step."""
+    """Return copies of a recipe's callbacks, changed so that the loss monitor reports every step."""
     named = recipe.get("callbacks") or MONITORS
     return [each | {key: 1 for key in each if key == "per_print_times"} for each in named]
 
