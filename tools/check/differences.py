@@ -29,7 +29,9 @@ def modelled(recipe: Recipe) -> str:
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
-    """Note every case in which MindFormers' results for this recipe differ from the results that a user may expect."""
+    """Note every known case in which MindFormers' results for this recipe differ from the results that a user may
+    expect.
+    """
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
         found.note(("model",), said, "see the card.yaml beside the recipe")
     _shared_embedding(view, built, found)
