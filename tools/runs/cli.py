@@ -231,7 +231,7 @@ class Scalars:
 
     def add_routers(self, record: dict[str, Any]) -> None:
         """Write the measurements of the routers in one step (from metrics/routers.jsonl) as scalars for TensorBoard.
-        Each scalar is the value of the layer whose router is least balanced by this measure.
+        Each scalar shows one measure, with the value of the layer whose router is least balanced by this measure.
         """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}

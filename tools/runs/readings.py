@@ -125,7 +125,7 @@ class Evaluation:
 def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evaluation]:
     """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
     run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
-    because the run repeats those steps. Each step has the number that the newest attempt gives it.
+    because the run repeats those steps. In the result each step has the number that the newest attempt gives it.
 
     Args:
         run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if the numbering of an
