@@ -1,5 +1,5 @@
-"""This module says which of MindFormers' model classes plugins can change. The module is pure Python: so `tc3 check`
-can refuse another class before a launch.
+"""This module says which of MindFormers' model classes plugins can change. The module is pure Python, so that `tc3
+check` can refuse all other classes before a launch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ALL = {**ARCHITECTURES, **DENSE}
 
 
 def can_edit(architectures: Any) -> bool:
-    """Return whether a plugin that can change `ARCHITECTURES` can change the model of a recipe, by the recipe's
-    `architectures`; a recipe without `architectures` is not judged.
+    """Return whether a plugin that can change `ARCHITECTURES` can change the model of a recipe, judged by the recipe's
+    `architectures`; return True for a recipe without `architectures`.
     """
     names = architectures if isinstance(architectures, (list, tuple)) else [architectures]
     return not any(names) or all(name in ARCHITECTURES or name in ARCHITECTURES.values() for name in names)

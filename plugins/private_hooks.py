@@ -1,5 +1,5 @@
-"""This module replaces private code of MindSpore, MindFormers and msprobe; no other code in this repository patches
-them.
+"""This module replaces private code of MindSpore, MindFormers and msprobe. The only other code in this repository that
+replaces private code of these packages is `stand_in` in `plugins/semi_auto_cpu/communication.py`.
 
 A patch replaces a function that contains a certain line of their source, and a subclass may rely on a line that calls
 the overridden method. The caller names this line, and if the line no longer exists the patch raises an error: another

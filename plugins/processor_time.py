@@ -62,7 +62,7 @@ def throttled(read: Callable[[str], str | None]) -> float:
 
 
 def text_of(path: str) -> str | None:
-    """Return the text of a file of this host; None if it does not exist or may not be read."""
+    """Return the text of a file of this host; return None if the file does not exist or may not be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -1,5 +1,5 @@
-"""This module measures the spread of values in a way that outliers do not change; every rule for outliers in this
-repository uses it.
+"""This module measures the spread of values in a way that outliers do not change; the rules in the table below, which
+find outliers among numbers, use this module.
 
 The median of the absolute deviations from a centre (MAD), times 1.4826, equals the standard deviation of normal noise,
 even if up to half of the values are outliers (Rousseeuw and Croux, 1993, "Alternatives to the median absolute
@@ -10,6 +10,7 @@ deviation").
 | `tools.doctor.outliers.slow` | workers, links and disks in one probe | above a limit in all rounds, against peers |
 | `plugins.straggler_probe.plan.slow_ranks` | ranks of a run | evidence summed over probes, against peers |
 | `plugins.spike_guard.plan`, `tools.runs.study.spikes` | losses and norms | above a limit, against the steps before |
+| `plugins.expert_balance.routers` | measures of routers | outside a range, against the steps before |
 
 The module is pure Python and NumPy.
 """

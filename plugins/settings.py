@@ -99,8 +99,8 @@ class Section:
 
     @classmethod
     def number_problem(cls, name: str, value: float) -> tuple[str, str] | None:
-        """Return (what is wrong, what to write) for a number that a key does not allow; None if the key allows it, if
-        there is no such key, or if its values are not numbers.
+        """Return (what is wrong, what to write) for a number that a key does not allow. Return None if the key allows
+        the number, if there is no such key, or if the key's values are not numbers.
         """
         if name not in {each.name for each in fields(cls)} or not set(cls.kinds(name)) & MOST.keys():
             return None

@@ -125,7 +125,7 @@ def apply_edits(model) -> None:
 
 def use_positions(around: Callable[[Any], AbstractContextManager[Callable[[Any], None]]]) -> None:
     """From now on, build models inside the context manager `around(TransformerConfig)`. The context manager yields a
-    function, which is then called with each GPTModel that was built.
+    function, which is called with each GPTModel that was built inside the context manager.
     """
     _positions[:] = [around]
 

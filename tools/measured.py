@@ -129,7 +129,7 @@ _NO_WORD = rf"(?:\x1b|{_ESCAPED})\[[\d;?]*[a-z]|{_ESCAPED}"  # what a name may f
 def without_names(texts: Mapping[str, str], hosts: Mapping[str, str]) -> dict[str, str]:
     """Return the texts of a bundle (file -> text) with each host's name (old -> new) replaced, the longest names first.
     A host's name is replaced only as a whole word: "workers" stays if a host is called "worker", and "pretrain1" if one
-    is called "train1". Names of hosts are the same in small and in capital letters.
+    is called "train1". The function ignores whether letters in names of hosts are small or capital.
 
     Keys of JSON and YAML stay, unless hosts are the keys there, and so do verdicts and names of checks: a host may be
     called "report".
@@ -313,8 +313,8 @@ class MemoryTerms:
 
     @property
     def reserve(self) -> float:
-        """Return the bytes of a device that predictions without the factors must leave to framework and driver. If
-        `reserve_bytes` is below 0, it only makes up for factors that are too large, and the result is 0.
+        """Return the bytes of a device that predictions without the factors must leave to framework and driver. Return
+        0 if `reserve_bytes` is below 0, because a negative value only makes up for factors that are too large.
         """
         return max(0.0, self.reserve_bytes)
 
@@ -351,8 +351,8 @@ def measured_memory(bundle: Bundle) -> MemoryTerms | None:
 
 
 def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> MemoryTerms:
-    """Return the measured terms of the memory model that a bundle holds for a recipe, and print where the bundle was
-    measured.
+    """Return the measured terms of the memory model that a bundle (the results of `tc3 firsthour`) holds for a recipe,
+    and print where the run in the bundle was measured.
 
     Raises:
         DataError: as `read_bundle`; or the bundle has no terms of memory, and the output would look measured.
@@ -360,14 +360,15 @@ def require_memory(path: Path, recipe: Path, say: Callable[[str], object]) -> Me
     bundle = read_bundle(path, recipe)
     terms = measured_memory(bundle)
     if terms is None:
-        raise DataError(f"{path}: the bundle has no measured memory; tc3 firsthour read {path} says why")
+        raise DataError(f"{path}: the bundle has no measured memory; run tc3 firsthour read {path} to see why")
     say(origin(bundle))
     return terms
 
 
 def memory_in_words(bundle: Bundle) -> str:
     """Return a sentence about the measured terms of memory in a bundle, for commands that predict other layouts than
-    the measured one. They use the reserve, which does not depend on the layout, and not the measured factors.
+    the measured one. Commands that predict other layouts use the measured reserve, which does not depend on the layout,
+    and not the measured factors.
     """
     terms = measured_memory(bundle)
     if terms is None:

@@ -228,7 +228,7 @@ class Tokens(Number):
 
 class Folder(click.Path):
     """A `Folder` is the type (of the library `click`) of an option that names a folder to which a command writes. An
-    empty name, such as that of an unset variable of a script, is refused; it would mean the working folder.
+    empty name, such as that of an unset variable of a script, is refused, because it would mean the working folder.
     """
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ class Start:
 
     def leaves(self) -> bool:
         """Return whether the user has named a checkpoint without `auto`, and no attempt has gone on from it yet, so
-        that the run leaves what it has saved after that checkpoint.
+        that the run abandons the checkpoints that it saved after the named one.
         """
         return self.resume not in (None, "auto") and not self._has_begun_from(str(self.resume), True)
 
@@ -354,8 +354,8 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
     count, rest = divmod(workers, slots)
     if rest:
         raise ClusterError(
-            f"{file}: the recipe's {workers} workers do not fill whole nodes of {slots} workers: write NAME N on each "
-            "line, where N is the number of workers on that host"
+            f"{file}: the recipe's {workers} workers do not fill whole nodes of {slots} workers: write NAME WORKERS on "
+            "each line, where WORKERS is the number of workers on that host"
         )
     if len(hosts) != count + spares:
         more = len(hosts) - count

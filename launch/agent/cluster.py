@@ -63,8 +63,8 @@ class Allocation:
         if self.workers % self.slots:
             raise ClusterError(
                 f"the recipe's {self.workers} workers do not fill whole nodes of {self.slots} workers: write a file "
-                "with the line NAME N for each host, where N is its number of workers, and give the file with "
-                "--nodes"
+                "with the line NAME WORKERS for each host, where WORKERS is its number of workers, and give the file "
+                "with --nodes"
             )
 
     @property

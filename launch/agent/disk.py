@@ -121,8 +121,8 @@ class Disk:
         self._bounded(path, lambda: self._keep_room(path))
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names of the files in a folder; only one agent at a time should call this, because its cost grows
-        with the number of hosts.
+        """Return the names of the files in a folder. This call is slow in the folder of an attempt with many hosts,
+        which holds several files for each host.
         """
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
@@ -314,7 +314,8 @@ class _Call:
 
 def while_reading(folder: Path, patience: float, what: Callable[[], Answer]) -> Answer:
     """Return the result of the function `what`, which may read from the disk of `folder` for hours, because a
-    checkpoint may have terabytes. A thread runs it, because a read from a disk that is gone may never return.
+    checkpoint may have terabytes. A separate thread calls `what`, because a read from a disk that is gone may never
+    return.
 
     Raises:
         LostDiskError: the thread has used no processor time for `patience` seconds, so a read hangs. Time in which this
@@ -369,8 +370,8 @@ class Holder:
 
     @staticmethod
     def of(found: Found | None) -> Holder | None:
-        """Return the agent that a file names; None if the file does not exist; a `Holder` that matches no agent if the
-        file is broken.
+        """Return the agent that a file names. Return None if the file does not exist, and a `Holder` that matches no
+        agent if the file is broken.
         """
         if found is None:
             return None

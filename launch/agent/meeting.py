@@ -158,8 +158,8 @@ class Meeting:
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """Return the plan of attempt `number`; None if the plan has not been written yet. Call the method `come` first,
-        then call this method repeatedly until it returns a plan.
+        """Return the plan of attempt `number`; return None if the plan has not been written yet. Call the method `come`
+        first, then call this method repeatedly until it returns a plan.
 
         Args:
             number: the attempt.
@@ -213,7 +213,7 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """Return how the workers of a host ended; None if the host has not written this yet."""
+        """Return how the workers of a host ended; return None if the host has not written this yet."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
@@ -228,8 +228,8 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """Return the host whose workers were the first to end with a failure; None if no host reported a failure. If
-        the file that reports the failure is broken, return "an unknown host".
+        """Return the host whose workers were the first to end with a failure; return None if no host reported a
+        failure. If the file that reports the failure is broken, return "an unknown host".
         """
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(_content(found.text).get("host", "an unknown host")) if found else None

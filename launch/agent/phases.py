@@ -160,8 +160,8 @@ class Phases:
 
     @property
     def behind(self) -> int | None:
-        """Return the only worker that has made fewer steps than all other workers on this node; None before the first
-        step.
+        """Return the rank of the worker that has made fewer steps than each other worker on this node; return None if
+        no worker has, for example before the first step.
         """
         steps = sorted((worker.step, worker.rank) for worker in self._workers)
         return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None

@@ -202,8 +202,8 @@ class Planning:
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
-        """Return a plan with the hosts that are present; None if there are too few hosts, or if other hosts may still
-        come.
+        """Return a plan with the hosts that are present; return None if there are too few hosts, or if other hosts may
+        still come.
 
         Only the agent that plans the attempt calls this, because the plan's checkpoint is read completely to verify it.
         If this agent was delayed, it may have read the list of left-out samples before another agent planned and
@@ -411,7 +411,7 @@ def history(job: Job, number: int) -> list[Attempt]:
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:
-    """Return the checkpoint from which the attempt of a plan continues; None if the attempt begins without a
+    """Return the checkpoint from which the attempt of a plan continues; return None if the attempt begins without a
     checkpoint.
     """
     return CheckpointInfo(Path(plan.resume), plan.step) if plan.resume else None

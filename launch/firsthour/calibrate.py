@@ -47,7 +47,8 @@ def memory_row(config: Configuration, stage: int, peak: float) -> dict[str, floa
 
 def fit_memory(rows: Sequence[Mapping[str, float]]) -> MemoryTerms | None:
     """Return the terms of the memory model that fit the measured peaks best; return None if the runs do not determine
-    them. There must be more runs than terms, because any three peaks are fitted without an error.
+    them. The number of runs must be larger than the number of terms, because as many terms as runs would fit any peaks
+    without an error.
     """
     if not rows:
         return None

@@ -69,8 +69,8 @@ def words_of(row: Mapping[str, Any]) -> str:
 def command_of(
     folder: Path, workers: int, local: int, node: int = 0, master: str = MASTER, port: int = PORT
 ) -> list[str]:
-    """Return the msrun command that times the collectives of the plan in `folder`; the command starts `local` workers
-    on one node, of `workers` workers on all nodes.
+    """Return the msrun command that times the collectives of the plan in `folder`; the command starts the `local`
+    workers of one node, and `workers` is the number of workers on all nodes.
     """
     return [
         str(msrun_of()), f"--worker_num={workers}", f"--local_worker_num={local}", f"--node_rank={node}",

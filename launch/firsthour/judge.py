@@ -58,8 +58,8 @@ def answers_of(evidence: Mapping[str, Any]) -> dict[str, Answer]:
 
 
 def own_names(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return the names that the hosts have by their own reports, and the addresses of these names; the file of --nodes
-    may call the hosts otherwise.
+    """Return the names that the hosts have by their own reports, and the addresses of these names; the file given by
+    --nodes may use other names for the same hosts.
     """
     evidence = next((one.evidence for one in outcomes if one.check == "hosts"), {})
     reports = [answer.told for answer in answers_of(evidence).values() if isinstance(answer.told, Report)]

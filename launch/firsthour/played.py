@@ -63,7 +63,7 @@ class State:
     smallest: Weights = field(default_factory=dict)  # smallest mean squares, which only the comparison needs
 
     def saved(self, whole: bool = True) -> State:
-        """Return a copy of the state as it is loaded from a checkpoint; if the checkpoint is not `whole`, the moments
+        """Return a copy of the state as it is loaded from a checkpoint; if `whole` is False, the optimizer's moments
         are zeros.
         """
         moments = {
@@ -161,7 +161,7 @@ def _update(state: State, gradients: Weights) -> None:
 
 def resumed(rank: Rank, steps: int, save: int, whole: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Return the losses by step of two runs: one without a kill, and one with a kill and a resume from step `save`. If
-    the checkpoint is not `whole`, the resumed run starts with optimizer moments of zero.
+    `whole` is False, the resumed run starts with optimizer moments of zero.
     """
     one, _ = train([rank], steps)
     before, state = train([rank], save)

@@ -130,7 +130,8 @@ def read_cluster(path: Path) -> Cluster:
     refuse_unknown(f"{path}: ", content, _KEYS, ClusterError)
     _check_numbers(f"{path}: ", content, _NUMBERS)
     if not isinstance(content.get("device", ""), str):
-        raise ClusterError(f"{path}: device: {content['device']!r} is not the name of a device, such as 910B3")
+        wrong = f"{content['device']!r} is not the name of a device; write a name such as 910B3"
+        raise ClusterError(f"{path}: device: {wrong}")
     for name, kind, words in (("efficiency", dict, "mapping"), ("memory", dict, "mapping"), ("defects", list, "list")):
         if content.get(name) is None:
             content.pop(name, None)

@@ -68,8 +68,8 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """Return the checkpoint (iteration) from which the run continues; None if `auto` finds no complete checkpoint.
-    Print for each checkpoint that is skipped the reason why.
+    """Return the checkpoint (iteration) from which the run continues; return None if `auto` finds no complete
+    checkpoint. Print for each checkpoint that is skipped the reason why.
 
     Args:
         resume: `auto`, or a folder.
@@ -98,7 +98,7 @@ def find_checkpoint(
 
 def beginning(run_dir: Path, root: Path) -> str | None:
     """Return the checkpoint of another run from which the run in `run_dir` began, as the plans of its attempts say;
-    otherwise None.
+    return None if they name no such checkpoint.
     """
     for attempt in reversed(read_attempts(run_dir)):
         resume = attempt.plan.resume if attempt.plan else None

@@ -281,7 +281,7 @@ def _training_tokens(prefix: str, share: float) -> int:
 
 def differences(before: Recipe, after: Recipe, step: int, batch: int = 0) -> list[str]:
     """Return sentences that say why the recipe `after` would read the data in another order than the recipe `before`,
-    with which `step` steps have been trained; there is none if the run can go on.
+    with which `step` steps have been trained; the list is empty if the run can go on.
 
     Args:
         batch: the number of samples of each of these steps; by default the global batch of `before`, which may have
@@ -478,13 +478,13 @@ def _shuffle_in_words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Return the total number of steps that the recipe trains; 0 if the recipe does not state this number."""
+    """Return the total number of steps that the recipe trains; return 0 if the recipe does not state this number."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """Return how many of `wanted` steps the recipe can train in the same order of its data; None if that is unknown."""
+    """Return how many of `wanted` steps the recipe can train in the same order of its data (None: unknown)."""
     view = View(recipe)
     own = view.ramp.steps_of(view.samples)
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:

@@ -201,7 +201,7 @@ def _listed(wrong: Sequence[str]) -> str:
 
 
 def weights_of(recipe: Recipe) -> int | None:
-    """Return the number of trained parameters of the recipe's model; None for a model that `tc3 check` does not
+    """Return the number of trained parameters of the recipe's model; return None for a model that `tc3 check` does not
     count.
     """
     try:
@@ -211,8 +211,8 @@ def weights_of(recipe: Recipe) -> int | None:
 
 
 def weights_in(folder: Path) -> int | None:
-    """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; None if the
-    checkpoint does not say.
+    """Return the number of trained parameters in a checkpoint of MindFormers' format, over all ranks; return None if
+    the checkpoint does not state this number.
 
     A checkpoint of several ranks has metadata.json with all shapes; a checkpoint of one rank has no such file, but all
     weights in its file.

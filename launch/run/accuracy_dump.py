@@ -104,8 +104,9 @@ def check_folder(out: Path) -> None:
 
 
 def full(out: Path) -> Failure | None:
-    """Return a failure if the dump must stop because the disk has less free space left than a run needs; otherwise
-    None. A dump of values may be larger than any estimate, so the free space is checked while the dump is written.
+    """Return a failure if the dump must stop because the disk has less free space left than a run needs; return None if
+    it need not stop. A dump of values may be larger than any estimate, so the free space is checked while the dump is
+    written.
     """
     free = shutil.disk_usage(out).free
     if free >= preflight.MIN_FREE:

@@ -120,7 +120,7 @@ class Asked:
 @click.option(
     "--run-dir",
     type=Folder(),
-    help="Write the run to this folder.  [default: output/<folder>-<recipe>]",
+    help="Write the run to this folder.  [default: output/<the recipe's folder>-<the recipe's name>]",
 )
 @click.option(
     "--force", is_flag=True, help="If the run's folder already holds a run, remove its checkpoints and start over."

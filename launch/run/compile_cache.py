@@ -67,8 +67,8 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return why another process could not load the graph of a recipe or could not distinguish it from other graphs;
-    None if it can do both.
+    """Return why another process could not load the graph of a recipe, or could not distinguish it from other graphs;
+    return None if another process can do both.
     """
     view = View(recipe)
     if not view.megatron and not view.instruction_files:

@@ -166,8 +166,8 @@ def node_size(recipe: Recipe) -> int:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICES) -> Cluster:
-    """Return the nodes that `hosts_file` lists: a name and a number of workers (default: `each`) on each line. Without
-    a file, return placeholder names of nodes, which the user has to edit, with `each` workers.
+    """Return the nodes that `hosts_file` lists: a name and a number of workers (default: `each`) on each line. If there
+    is no file, return nodes of `each` workers with placeholder names, which the user has to edit.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -184,7 +184,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None, each: int = DEVICE
     if workers % each:
         raise ClusterError(
             f"the recipe's {workers} workers do not fill whole nodes of {each} workers: write a file with the line "
-            "NAME N for each host, where N is its number of workers, and give the file with --nodes"
+            "NAME WORKERS for each host, where WORKERS is its number of workers, and give the file with --nodes"
         )
     return Cluster(workers // each, each, f"node{{0..{workers // each - 1}}}")
 

@@ -1,5 +1,5 @@
-"""This module runs msprobe's debugger around every training step, as a MindFormers callback, without changes to model
-or recipe.
+"""This module runs msprobe's debugger around every training step, as a MindFormers callback, without changes to the
+model.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Ascend:
         """Change the MindFormerConfig so that it names the classes of this backend."""
 
     def own_errors(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which to train; it replaces errors of the backend by errors that name the
-        cause.
+        """Return the context manager in which to train. A backend may use it to raise its own errors; this one changes
+        no error.
         """
         return nullcontext()
 

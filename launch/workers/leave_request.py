@@ -77,7 +77,7 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
 
 
 def requested(file: Path) -> int | None:
-    """Return the step that a request names; None if there is no request yet, or the request is incomplete."""
+    """Return the step that a request names; return None if there is no request yet, or if the request is incomplete."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["step"])
     return None
@@ -106,8 +106,8 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
 
 
 def saved_at(attempt: Path) -> int | None:
-    """Return the step after which all ranks of an attempt saved a checkpoint and ended on request; None if this did not
-    happen.
+    """Return the step after which all ranks of an attempt saved a checkpoint and ended on request; return None if they
+    did not.
     """
     with contextlib.suppress(OSError):
         if (attempt / FOLDER / DECISION).read_text() == SAVE:

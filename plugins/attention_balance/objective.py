@@ -154,8 +154,8 @@ def objective_of(
     pipeline_stages: int = 1,
     recomputed: float = 0.0,
 ) -> Objective:
-    """Return the objective of a recipe's `parallel_config`; `recomputed` is the share of the forward pass that is
-    repeated.
+    """Return the step-time model (`Objective`) for a recipe's `parallel_config`; `recomputed` is the share of the
+    forward pass that the backward pass repeats.
 
     Raises:
         RecipeError: EP groups do not consist of equally many whole data-parallel ranks.

@@ -249,7 +249,7 @@ class Settings(Section):
 
     @property
     def cost(self) -> Cost | None:
-        """Return the cost of a sample; None if the recipe does not give `per_pair` and `per_token`."""
+        """Return the cost of a sample; return None if the recipe does not give `per_pair` and `per_token`."""
         if self.per_pair is None or self.per_token is None:
             return None
         return Cost(self.per_pair, self.per_token, self.unit or MEASURED)

@@ -273,7 +273,7 @@ class Cost:
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
         """Return the training cost of each item of a dataset, float64 [items], in `unit`, in the order of the dataset.
-        The computation takes 16 bytes of memory per sample, besides one chunk of segments.
+        The computation needs 16 bytes of memory for each sample, and the memory of one chunk of segments.
         """
         return _of_items(index, self.of, np.float64)
 

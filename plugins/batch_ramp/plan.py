@@ -121,7 +121,9 @@ class Ramp:
         return range(self.samples_until(step - 1) + rank, self.samples_until(step), ranks)
 
     def end_at(self, step: int) -> int | None:
-        """Return the last step of the stage that contains step number `step`; None after the last stage."""
+        """Return the last step of the stage that contains step number `step`; return None if the step comes after the
+        last stage.
+        """
         return next((end for end, _ in self.stages if step <= end), None)
 
 
@@ -134,9 +136,9 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
-    """Return the position in the learning-rate schedule (`lr_schedule`) after the first `steps` steps of a run. With
-    `learning_rate: samples` the position is the number of steps with the full batch that train on the same number of
-    samples, rounded up; otherwise it is `steps`.
+    """Return the position in the learning-rate schedule (`lr_schedule`) after the first `steps` steps of a run. If the
+    setting `learning_rate` is `samples`, the position is the number of steps with the full batch that train on the same
+    number of samples, rounded up. If the setting is `steps`, the position is `steps`.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES

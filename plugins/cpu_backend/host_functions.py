@@ -106,8 +106,8 @@ def number_of(name: str) -> int:
 
 
 def names_in(graph: bytes) -> set[str] | None:
-    """Return the names of the Python functions that a graph calls; None if it calls, or may call, a function without a
-    name.
+    """Return the names of the Python functions that a graph calls; return None if the graph calls, or may call, a
+    function without a name.
 
     Args:
         graph: a file of MindSpore's compile cache. It is a Protocol Buffers message, in which an attribute consists of

@@ -1,5 +1,5 @@
-"""This module records the experts' loads after every step; when a plan is due, it moves experts and changes their
-copies, before a checkpoint is saved.
+"""This module observes the experts' loads after every step, and records them if the setting `record` is on; when a plan
+is due, it moves experts and changes their copies, before a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Alone:
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class ExpertBalance(ExpertMigrateCallback):
-    """An `ExpertBalance` is a callback that records the experts' loads of every step, and plans a new placement of
-    experts every `settings.every` steps.
+    """An `ExpertBalance` is a callback that records the experts' loads of every step if the setting `record` is on, and
+    plans a new placement of experts every `settings.every` steps (0: never).
 
     The class inherits from a callback of MindFormers only for its place in the order of callbacks: MindFormers runs its
     ExpertMigrateCallback before CheckpointMonitor and before TopkBiasBalanceCallback, which clears the loads; callbacks
@@ -112,7 +112,9 @@ class ExpertBalance(ExpertMigrateCallback):
             self._take_copies(self._placements(), self.held)
 
     def on_train_step_end(self, run_context):
-        """Record the experts' loads of the step, and move experts if a plan is due after this step."""
+        """Record the experts' loads of the step if the setting `record` is on, and move experts if a plan is due after
+        this step.
+        """
         params = run_context.original_args()
         # a compile tells the layouts of weights to the cell it was asked for: in sink mode the one around the step
         step, self.compiled = self.done + params.cur_step_num, params.train_network

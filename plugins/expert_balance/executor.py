@@ -134,7 +134,7 @@ def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
 
 def from_first(ranks: Ranks, own: np.ndarray) -> np.ndarray:
     """Broadcast rank 0's array [n, ...] to all ranks, and return it on every rank. All ranks except rank 0 pass an
-    array `own` that has no rows, and in the other dimensions the same sizes as rank 0's array.
+    array `own` without rows; its other dimensions have the same sizes as those of rank 0's array.
     """
     return _from_all(ranks, _LOADS, own)[0]
 

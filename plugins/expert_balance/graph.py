@@ -238,8 +238,8 @@ class ShardedExpertBalance(ExpertBalance):
         return from_first(self.stage, from_first(self.pipeline, own))
 
     def movable(self):
-        """Return the tensors that move with an expert, of the MoE layers of this rank's pipeline stage, split over
-        the ranks as the weights are.
+        """Return for each MoE layer of this rank's pipeline stage the tensors that move with an expert; these tensors
+        are split over the ranks as the weights are.
         """
         return [
             Layer(row, layer.number, layer.placement, [self._slice(tensor) for tensor in layer.tensors])

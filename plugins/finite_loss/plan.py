@@ -137,7 +137,8 @@ def _words(value: float | None) -> str:
 
 
 def not_finite(file: Path) -> str | None:
-    """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
+    """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; return None if no
+    tensor does.
 
     The file is read in pieces, and its values are checked in the type in which they are stored, because these are the
     values that a resumed run loads.

@@ -1,4 +1,5 @@
-"""This module measures the loss on text that is never trained on: a separate corpus of `tc3 data prepare --held-out`.
+"""This module measures the loss on held-out data, such as the corpus or the conversations that `tc3 data` with
+`--held-out` writes to a separate file.
 
 MindFormers' own evaluation runs the network's prediction graph against metrics; this plugin computes the training loss,
 on the same batches every time, so that a fall of the loss measures fairly what the model has learned. If there are

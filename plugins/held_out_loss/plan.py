@@ -91,7 +91,7 @@ class Settings(Section):
 
     @property
     def names(self) -> list[str] | None:
-        """Return the names under which the losses of several corpora are recorded; None if `data_path` is not a
+        """Return the names under which the losses of several corpora are recorded; return None if `data_path` is not a
         list.
         """
         return None if isinstance(self.data_path, str) else short_names(self.data_path)
@@ -140,7 +140,7 @@ class Batches:
         return cls(recipe["runner_config"]["batch_size"] * micro * ranks, micro, *pipeline_of(recipe))
 
     def share_of(self, rank: int, ranks: int) -> float:
-        """Return the weight of a rank's loss in the mean over the ranks; 0 for a rank that does not compute the
+        """Return the weight of a rank's loss in the mean over the ranks; return 0 for a rank that does not compute the
         loss.
         """
         return self.stages / ranks if has_loss(rank, ranks, self.stages, self.scheduler) else 0.0
@@ -151,8 +151,8 @@ _ACCUMULATED = "runner_config.gradient_accumulation_steps"
 
 def stages_and_micro_batches(recipe: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of pipeline stages and the number of micro-batches of a rank's step; a number that the recipe
-    does not give is 1. Both are 1 if MindSpore does not split the model over devices, because MindFormers then does not
-    accumulate gradients.
+    does not give is 1. Both numbers are 1 if MindSpore does not split the model over devices, because MindFormers then
+    does not accumulate gradients.
     """
     if not (recipe.get("use_parallel") and splits_model(value_at(recipe, "parallel.parallel_mode", 1))):
         return 1, 1
@@ -225,8 +225,8 @@ def due(step: int, every: int, total: int | None = None) -> bool:
 
 
 def check(settings: Any, global_batch: int, instructions: bool = False) -> Settings:
-    """Return the settings; refuse settings that would evaluate nothing, or that would evaluate other data than held-out
-    data.
+    """Return the settings of `plugins.held_out_loss` in a recipe; refuse settings with which nothing would be
+    evaluated, or with which data would be evaluated that is not held out.
 
     Args:
         settings: the plugin's section.
@@ -251,8 +251,8 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> Setti
 
 
 def check_samples(settings: Settings, global_batch: int) -> None:
-    """Raise RecipeError if the plugin is to read fewer samples than the `global_batch` of a step, which is read
-    whole.
+    """Raise RecipeError if the plugin is to read fewer samples than the `global_batch` samples of a step, because an
+    evaluation reads only whole batches.
     """
     if settings.samples is not None and settings.samples < global_batch:
         wrong = (
@@ -263,8 +263,8 @@ def check_samples(settings: Settings, global_batch: int) -> None:
 
 
 def check_files(recipe: Mapping[str, Any]) -> None:
-    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, which would read all of them as
-    one.
+    """Raise RecipeError if the held-out data is a list of files for HFDataLoader, because HFDataLoader would join all
+    of these files into one data set.
     """
     written = value_at(recipe, f"{KEY}.data_path")
     if of_instructions(value_at(recipe, "train_dataset.data_loader", {})) and not isinstance(written, str | None):

@@ -150,8 +150,8 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
-    """Return the bytes of a forward step from rank s to rank d (with `gradient`, without the counts, which have no
-    gradient).
+    """Return the bytes that a forward step sends from rank s to rank d. If `gradient` is True, the bytes of the counts
+    are left out, because counts have no gradient.
     """
     moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:

@@ -53,8 +53,8 @@ class Part:
 
 
 def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int, ranks: int = 0) -> Part:
-    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`. The number
-    of ranks that share experts, if it is known, is `ranks`: refusals then propose degrees that divide it.
+    """Return the settings of `plugins.hierarchical_ep` in a recipe, as a `Part` for the global rank `rank`. `ranks` is
+    the number of ranks that share experts; if this number is known, error messages propose degrees that divide it.
 
     Raises:
         RecipeError: a key or mode is unknown, or the EP groups do not fit the nodes.

@@ -152,7 +152,8 @@ def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 
 def other_scale(before: Mapping[str, Any], after: Mapping[str, Any], place: str) -> str | None:
     """Return a sentence, with advice, if the recipe `after` would multiply the products of the adapters at `place` by
-    another number than the recipe `before`, which trained them; None if it would not, or if one recipe has no adapters.
+    another number than the recipe `before`, which trained them. Return None if the numbers are equal, or if one recipe
+    has no adapters.
     """
     old, new = (Settings.look(value_at(recipe, KEY, False))[0] for recipe in (before, after))
     if old is None or new is None or math.isclose(old.scale, new.scale, rel_tol=1e-5):
@@ -177,8 +178,8 @@ def adapters_of(shapes: Mapping[str, Sequence[int]], settings: Settings) -> dict
 
 
 def layer_of(name: str) -> str | None:
-    """Return the linear layer to which a weight belongs, by the name that `targets` uses; None for a weight that cannot
-    have an adapter.
+    """Return the linear layer to which a weight belongs, by the name that `targets` uses; return None for a weight that
+    cannot have an adapter.
     """
     words = name.removesuffix(WEIGHT).split(".")
     fits = name.endswith(WEIGHT) and len(words) > 3 and words[-1].startswith("linear_")

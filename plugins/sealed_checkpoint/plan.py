@@ -73,8 +73,8 @@ def progress(steps: Mapping[Path, int]) -> dict[Path, int]:
 
 
 def global_batch_of(folder: Path) -> int:
-    """Return the global batch size of the run that saved a checkpoint, in samples; 0 if the checkpoint does not state
-    it.
+    """Return the global batch size of the run that saved a checkpoint, in samples; return 0 if the checkpoint does not
+    state it.
     """
     try:
         return int(json.loads((folder / "common.json").read_text(encoding="utf-8"))["global_batch_size"])
@@ -84,7 +84,7 @@ def global_batch_of(folder: Path) -> int:
 
 def unfinished(root: Path, kind: str = SAVING) -> list[Path]:
     """Return the folders of iterations that attempts have begun to save but not yet moved to the checkpoints in `root`,
-    newest first; with the `kind` MOVING, those that are being set aside.
+    newest first. If `kind` is MOVING, return instead the folders of iterations that are being set aside.
     """
     found: list[Path] = []
     for folder in root.glob(f"{kind}*"):
@@ -387,7 +387,9 @@ def made(folder: Path) -> dict[str, Any]:
 
 
 def world_of(folder: Path) -> int | None:
-    """Return the number of ranks that saved a checkpoint, by the seal of its first rank; None without this seal."""
+    """Return how many ranks saved a checkpoint, as the seal of rank 0 says (a seal is a file with the sizes and
+    checksums of a rank's files). Return None if rank 0's seal is missing or unreadable.
+    """
     try:
         return int(_read_seal(folder, 0)["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RefusedError):
@@ -396,7 +398,7 @@ def world_of(folder: Path) -> int | None:
 
 def files_in(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint; if the folder also holds files of a broken save on another number
-    of ranks (workers without an attempt save into the same folder again), only files of the number in the seals.
+    of ranks, as workers without an attempt may leave them, return only the files of as many ranks as the seals state.
     """
     paths = sorted(folder.glob("*.safetensors"))
     sealed = world_of(folder) if len({*map(_world, paths)} - {None}) > 1 else None
@@ -420,7 +422,7 @@ def checksum(path: Path) -> str:
 def fault(
     folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True, without: re.Pattern[str] | None = None
 ) -> str | None:
-    """Return in a few words why `folder` is not a complete checkpoint; None if the checkpoint is complete.
+    """Return in a few words why `folder` is not a complete checkpoint; return None if the checkpoint is complete.
 
     Args:
         share: (worker, number of workers), if each worker reads only a part of the files.

@@ -59,7 +59,7 @@ class Ranks:
         self.groups[group] = tuple(ranks)
 
     def ranks_of(self, group: str) -> tuple[int, ...] | None:
-        """Return the global ranks of a group in the order of the group; None if they are not known."""
+        """Return the global ranks of a group in the order of the group; return None if these ranks are not known."""
         if group == WORLD:
             return tuple(range(self.devices))
         return self.groups.get(group) or members_of(group, self.devices, self.rank)
@@ -117,8 +117,8 @@ def made_up_name(ranks: tuple[int, ...]) -> str:
 
 @lru_cache(maxsize=4096)
 def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
-    """Return the ranks of the group `name` that MindSpore's C++ code created and that contains `rank`; None if no set
-    of ranks has this name.
+    """Return the ranks of the group `name` that MindSpore's C++ code created and that contains `rank`; return None if
+    no set of ranks has this name.
 
     The ranks are in ascending order.
     """

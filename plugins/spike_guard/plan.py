@@ -165,8 +165,8 @@ def _check_kept(settings: Settings, recipe: Mapping[str, Any], callback: Mapping
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:
-    """Return how many robust standard deviations log `value` lies above the value that the trend of log `good` predicts
-    for the next step, and the predicted value.
+    """Return two numbers: how many robust standard deviations the logarithm of `value` lies above its prediction, and
+    the predicted value. The prediction continues the trend of the logarithms of `good` by one step.
 
     Args:
         good: the values of the last good steps, the newest last; all are above 0.

@@ -1,4 +1,6 @@
-"""This module computes the plugin's results sample by sample and step by step, in the most direct and slow way."""
+"""This module computes the results of `plugins.spike_guard` sample by sample and step by step, in the most direct and
+slow way.
+"""
 
 from __future__ import annotations
 

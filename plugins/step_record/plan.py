@@ -153,8 +153,8 @@ def gradient_square(moment: np.ndarray, before: np.ndarray | float, beta1: float
 def weight_of(
     name: str, before: Mapping[str, np.ndarray], now: Mapping[str, np.ndarray], adam: Adam
 ) -> dict[str, Any] | None:
-    """Return the recorded values of one rank's part of a weight in a step; None if the rank keeps no moment of this
-    weight.
+    """Return the recorded values of one rank's part of a weight in a step; return None if the rank keeps no moment of
+    this weight.
 
     Args:
         before, now: name -> weight or moment, before and after the step.

@@ -83,7 +83,9 @@ def refuse_unsharded(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, folder: Path) -> Path:
-    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if it fails."""
+    """Train `STEPS` steps on a made-up corpus, and return the folder of the run; raise RunFailedError if the training
+    fails.
+    """
     short = copy.deepcopy(recipe)
     view = View(recipe)
     loader = look(short, LOADER)
@@ -102,7 +104,9 @@ def train(recipe: Recipe, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A `Verdict` says whether all ranks executed the collectives of the dry run; `why` says why this is UNKNOWN."""
+    """A `Verdict` says whether all ranks executed the collectives of the dry run; `why` holds the reason if this is
+    UNKNOWN.
+    """
 
     word: str
     why: str = ""
@@ -180,7 +184,7 @@ def _lost_place(results: Sequence[Mapping[str, Any]], executed: list[Executed]) 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
     """Return the recipe of a run without keys that do not change its graph, so that runs share cached graphs; raise
-    RecipeError if there is none, or if its graph is not sharded.
+    RecipeError if the run has no recipe, or if the recipe's graph is not sharded.
     """
     file = run_dir / "recipe.yaml"
     if not file.is_file():

@@ -11,8 +11,8 @@ LOAD_END, BIAS_END = ".expert_load", ".expert_bias"  # ends of names; the rest i
 
 
 class CountedBias(TopkBiasBalanceCallback):
-    """A `CountedBias` is a `TopkBiasBalanceCallback` that first records in every step, in `loads`, for each router the
-    share of the choices that each expert got, float32 [experts].
+    """A `CountedBias` is a `TopkBiasBalanceCallback` that also records the experts' loads: before it changes the biases
+    in a step, it appends to `loads` for each router the share of the choices that each expert got, float32 [experts].
     """
 
     loads: ClassVar[list[dict[str, np.ndarray]]] = []

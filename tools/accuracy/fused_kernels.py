@@ -210,7 +210,7 @@ def shrunk(kernel: Kernel) -> Kernel:
 
 @dataclass
 class Found:
-    """A `Found` collects one fused kernel of each kind, and why others cannot be computed."""
+    """A `Found` collects one fused kernel of each kind, and the reasons why other kernels cannot be computed."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)  # one kernel of each kind, by `Kernel.key`
     counts: Counter[str] = field(default_factory=Counter)  # the number of kernels of each kind
@@ -270,7 +270,9 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positi
 
 
 def hold(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to MindSpore's type `dtype`, 16-bit values as float32; others are unchanged."""
+    """Return floats rounded to MindSpore's type `dtype`, and stored as float32; integers, booleans and values of the
+    type Float64 are returned unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
         return values
     return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
@@ -300,7 +302,9 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """An `Allowance` holds the values from which the tolerance of one result is computed by Table 2 of the report."""
+    """An `Allowance` holds the values from which the tolerance of one result is computed by Table 2 of the
+    TeleChat3-MoE report.
+    """
 
     dtype: str  # the type with the fewest bits on which it depends
     count: int  # the number of elements that it sums; 0 if values are only moved
@@ -389,7 +393,9 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return False if a kernel is out of tolerance, otherwise None if some could not be computed."""
+        """Return False if a kernel is out of tolerance. If no kernel is, return None if some kernels could not be
+        computed or if there are none, and otherwise True.
+        """
         if self.wrong:
             return False
         return None if self.unknown or not self.rows else True

@@ -52,7 +52,9 @@ def round_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return floats rounded to `dtype`, float16 as float16 and all others as float32; integers are unchanged."""
+    """Return floats rounded to `dtype`; values of float16 are stored as float16, and all other floats as float32.
+    Integers are returned unchanged.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     with np.errstate(over="ignore", under="ignore"):
@@ -128,8 +130,9 @@ def powers(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def fills(counts: np.ndarray) -> tuple[float, float]:
-    """Return two magnitudes: values of at least the first are fills, and values of at least the second may be fills. A
-    magnitude is inf if there are no such values. `counts` is the result of `powers`.
+    """Return two magnitudes, from which it follows whether a value is a fill (a huge value that a mask has written):
+    values of at least the first magnitude are fills, and values of at least the second may be fills. A magnitude is inf
+    if there are no such values. `counts` is the result of `powers`.
 
     A group of huge values (8192 or more) lies within a factor of 8 and is at least 128 times as large as all smaller
     values. They are fills if they are the same in both tensors: what was computed would differ by rounding. They may be
@@ -150,8 +153,9 @@ def fills(counts: np.ndarray) -> tuple[float, float]:
 
 
 def errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: float | None = None) -> np.ndarray:
-    """Return each element's error as float64; inf where values differ and one is not finite. If `floor` is given, it
-    takes the place of the root mean square, and a difference of at most the smallest normal number counts as no error.
+    """Return each element's error as float64; the error is infinite where the values differ and one of them is not
+    finite. If `floor` is given, it takes the place of the root mean square, and a difference of at most the smallest
+    normal number counts as no error.
     """
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
@@ -187,8 +191,9 @@ def _verdict(error: np.ndarray, got: np.ndarray, want: np.ndarray, tolerance: fl
 def judge_special(
     got: np.ndarray, wants: list[np.ndarray], tolerance: float, dtype: str, floor: float = 0.0
 ) -> Verdict:
-    """Compare results for special inputs with `wants`, the golden results for devices that keep denormals and that
-    flush them. Errors are relative to the element or, if it is smaller, to `floor`.
+    """Compare results for special inputs with `wants`: the golden results of devices that keep denormals, and the
+    golden results of devices that flush denormals to zero. Errors are relative to the element's magnitude or, if
+    `floor` is larger, to `floor`.
     """
     got = got.astype(np.float64)
     held = [rounded(want, dtype).astype(np.float64) for want in wants]

@@ -133,7 +133,9 @@ def _base(path: Path) -> Recipe:
 
 @cache
 def shown() -> tuple[tuple[str, str, frozenset[str]], ...]:
-    """Return (kind of evidence, its name, plugins and kinds that it has), the strongest evidence first."""
+    """Return for each piece of evidence its kind, its name, and the plugins and kinds of parallelism that it covers;
+    the strongest evidence comes first.
+    """
     rows = [(EQUAL, case.name, _of_sharding(case.sharding)) for case in CASES if case.sharding]
     rows += [(EQUAL, case.name, _of_variant(case.variant)) for case in CASES if case.variant]
     for how, claim in ((TRAINS, "trained-on-cpu-mini"), (COMPILED, "compiled-virtual-")):

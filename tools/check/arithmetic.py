@@ -162,7 +162,7 @@ def _groups(view: View, built: Built, found: Findings) -> None:
 
 def refused_degree(view: View, built: Built) -> tuple[KeyPath, str] | None:
     """Return the key of a parallel degree that leads to a communication group which MindSpore refuses without an NPU,
-    and the reason; None if there is no such group.
+    and the reason; return None if there is no such group.
     """
     ep = view.ep if built.number("num_moe_experts") and view.dp * view.tp % view.ep == 0 else 1
     refused = refused_group(view.dp, view.cp, view.tp, ep, _shard_size(view))

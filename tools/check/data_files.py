@@ -39,7 +39,9 @@ _CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "mo
 
 
 def check_files(view: View, built: Built, found: Findings, here: bool = False) -> None:
-    """Check every path in a recipe; relative paths start at the working folder, as in MindFormers."""
+    """Check the files that a recipe reads (weights, checkpoints, conversations, corpora): whether they exist, and
+    whether the corpora fit the model. Relative paths start at the working folder, as in MindFormers.
+    """
     _speed_up(view, found)
     missing = found.error if here else found.warning
     for path in _CHECKPOINTS:

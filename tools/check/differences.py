@@ -21,15 +21,17 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; "" if none
-    does.
+    """Return the reason why a `card.yaml` says that the recipe, or a base of it, is not meant for training; return ""
+    if no `card.yaml` says so.
     """
     why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
     return f"this recipe is only for searches, estimates and checks, not for training: {why}" if why else ""
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
-    """Note every case in which MindFormers' results for this recipe differ from the results that a user may expect."""
+    """Note every known case in which MindFormers' results for this recipe differ from the results that a user may
+    expect.
+    """
     if said := modelled(view.recipe):  # what would be trained is another model, or nothing
         found.note(("model",), said, "see the card.yaml beside the recipe")
     _shared_embedding(view, built, found)

@@ -66,7 +66,8 @@ class Corpora:
 
     def too_small(self, samples: int) -> tuple[int, int, int] | None:
         """Return (place of the corpus, samples it has, samples taken) for the first corpus that MindFormers refuses as
-        too small for a blend; None if it accepts the blend. `exact` says whether the last number is exact.
+        too small for a blend; return None if MindFormers accepts the blend. `exact` says whether the last number is
+        exact.
         """
         if self.shares is None or len(self.tokens) == 1:
             return None

@@ -361,8 +361,9 @@ def _shares(split: str) -> list[float]:
 
 
 def read_whole(config: dict[str, Any], prefix: str) -> None:
-    """Let the settings of a Megatron loader (in place) read all documents of a corpus that the recipe does not name:
-    the padding id, the split and the corpora of the parts are those of the recipe's own corpus.
+    """Change the settings of a Megatron loader in place, so that it reads all documents of a corpus that the recipe
+    does not name. (The padding id, the split and the corpora of the parts in these settings are those of the recipe's
+    own corpus.)
     """
     config.update(data_path=["1", prefix], split="1, 0, 0", pad=-1)
     for part in ("train", "valid", "test"):

@@ -116,7 +116,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
         ending = Path(prefix).suffix
         hint = f"; give the prefix without {ending}" if ending in SUFFIXES else ""
         raise DataError(
-            f"{path}: there is no such file, which `tc3 data prepare` writes beside .bin and .idx{hint}"
+            f"{path}: this file does not exist; `tc3 data prepare` writes it beside .bin and .idx{hint}"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: the file cannot be read ({error.strerror})") from None

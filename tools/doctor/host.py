@@ -233,7 +233,7 @@ def interrupts(patient: Patient) -> Answer:
             hit |= workers.intersection(expand(given))
             seen += 1
     if unreadable and not hit:
-        raise UntoldError(f"the cores that handle the interrupt {unreadable[0]} cannot be read")
+        raise UntoldError(f"it cannot be read which cores handle the interrupt {unreadable[0]}")
     told(seen or None, "no interrupts of known devices are visible (in a container, run tc3 doctor on its host)")
     return Answer(
         "warn" if hit else "ok", f"{seen} interrupts of devices, of which on workers' cores: {compress(hit) or 'none'}"

@@ -453,7 +453,8 @@ def probes_of(bundle: Bundle) -> dict[str, Probe]:
     rows: Sequence[Mapping[str, Any]] = bundle.json(OUTCOMES) or ()
     found = next((row["evidence"].get("probes") for row in rows if row["check"] == "devices"), None)
     if not found:
-        raise DataError(f"{bundle.path}: the bundle has no probes; tc3 firsthour read {bundle.path} says why")
+        wrong = f"the bundle has no speed tests of hosts; run tc3 firsthour read {bundle.path} to see why"
+        raise DataError(f"{bundle.path}: {wrong}")
     return dict(found)
 
 
@@ -490,10 +491,9 @@ def _slower_than(worker: Worker, peers: Sequence[Worker], measure: Measure, on_c
     floor = FLOORS["disk"] if measure == "disk" else floors(measure, {0: waited_by(worker)}, on_cores)[0]
     own = times_of(measure, worker[measure])
     if min(own.typical, own.best) > (1 + floor) * centre:
-        seen = (
-            f"{name(worker)}: {measure} {median(worker[measure]):,.3g} {UNITS[measure]}, but the first hour measured "
-        )
-        yield _finding("fail", f"{seen}{1 / centre:,.3g}; it takes {own.typical / centre:.2f} times as long", measure)
+        seen = f"{name(worker)}: {measure} {median(worker[measure]):,.3g} {UNITS[measure]}"
+        seen += f", but the first hour measured {1 / centre:,.3g}"
+        yield _finding("fail", f"{seen}; it takes {own.typical / centre:.2f} times as long", measure)
 
 
 def _finding(verdict: Literal["ok", "fail", "unknown"], seen: str, measure: str = "") -> Finding:

@@ -202,7 +202,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return for each module the sum of its bytes over all layers and other parts of the model."""
+    """Add up mappings from a name (such as that of a module) to a number, name by name, and return the sums."""
     found: Counter[str] = Counter()
     for own in modules:
         found.update(own)

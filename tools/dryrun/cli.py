@@ -211,9 +211,9 @@ def advice(
     """Return one line of text that names the single changes with which a recipe fits into `limit` bytes, and the memory
     that it needs with other changes. The changes are those that `tc3 memory --explain-oom` proposes and `tc3 check`
     does not refuse. The texts of `--set` that made the recipe, `overrides`, are part of the command that is named, as
-    are the bundle of `--measured` and the text of `--loads`; of several texts for one key the last one counts. The file
-    of `--time-line` is not part of it, because the named command would replace the compiled bytes in it by modelled
-    ones.
+    are the bundle of `--measured` and the text of `--loads`; of several texts for one key the last one counts. The
+    option `--time-line` is not part of the named command, because this command would replace the compiled bytes in the
+    file by modelled bytes.
     """
     room, times = (
         Room(limit, "context.max_device_memory", known_errors().margin),

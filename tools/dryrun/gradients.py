@@ -150,7 +150,7 @@ def last_sums(
     graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None], weights: Iterable[str]
 ) -> dict[str, list[tuple[str, int]]]:
     """Return, for each weight, the last operator that sums the weight's gradient over ranks, or the operator that
-    computes the gradient if it is not summed. Each path to the optimizer gives one pair (subgraph, operator).
+    computes the gradient if none sums it. Each path to the optimizer gives one pair (subgraph, operator).
     """
     walk = _Walk(graph, ranks_of)
     passing = _SAME | SCALED | _ADDED
@@ -276,7 +276,7 @@ class _Walk:
 
     def transfers(self, op: str) -> list[tuple[int, Way]]:
         """Find each Send or Receive (`op`) that transfers a parameter outside of the forward and backward passes.
-        Return for each the global rank of its peer, and a `Way` with the collectives between it and the parameter.
+        Return for each of them the global rank of its peer, and a `Way` with the collectives from it to the parameter.
         """
         nodes = self.graph.graphs[self.graph.root]
         found = []

@@ -1,5 +1,5 @@
 """This module derives from a recipe a smaller recipe with only one pipeline stage. The only stage of the smaller recipe
-has the layers of the original recipe's largest stage, and as many devices as one stage.
+has the layers of the original recipe's largest stage, and at most as many devices as one stage.
 
 `tc3 firsthour` trains the result on a new cluster to measure a real stage. The new recipe has the embedding and the
 head around the stage's layers, and one micro-batch a step. Tensor, context, data and expert parallelism, and the

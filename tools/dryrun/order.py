@@ -138,9 +138,9 @@ def _name(members: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """A `Links` holds the result of comparing the Sends and Receives between pairs of stages. A pair was compared
-    directly (`exact`), by other stages with the same layers (`alike`), or not at all (`unknown`). The field `problems`
-    has a line for each Send or Receive that has no match on the other stage.
+    """A `Links` holds the result of comparing the Sends and Receives between pairs of stages. A pair of stages was
+    compared directly (`exact`), by other stages with the same layers (`alike`), or not at all (`unknown`). The field
+    `problems` has a line for each Send or Receive that has no match on the other stage.
     """
 
     exact: list[tuple[int, int]]

@@ -74,7 +74,7 @@ def stages_of(view: View) -> list[Stage]:
     layers = layers_of(view, built)
     if layers is None:
         raise RecipeError(
-            f"{'.'.join(MODEL)}.offset: the offset does not fit the layers and stages; tc3 check says why"
+            f"{'.'.join(MODEL)}.offset: the offset does not fit the layers and stages; run tc3 check to see why"
         )
     pattern = model_of(built.fields).pattern
     rows = [list(row) for row in layers]

@@ -52,7 +52,7 @@ class Scale(NamedTuple):
 
 
 def number_of(text: str) -> float | None:
-    """Return the number that a constant in the graph's text holds; None if the text is not a constant number."""
+    """Return the number that a constant in the graph's text holds; return None if the text is not a constant number."""
     found = _NUMBER.fullmatch(text)
     return float(found[1] or found[2]) if found else None
 

@@ -382,10 +382,11 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. No
-    group is returned for models that are not MindFormers' training_graph models. The group "attention" needs MLA
-    without context parallelism, because context parallelism keeps the gathered keys and values. The group "mlp" needs a
-    gated MLP, and the group "experts" needs a run in which `plugins.ep_overlap` does not cut micro-batches into chunks.
+    """Return the groups of operators that a run could recompute, and whose activation bytes the estimator knows. Return
+    no groups of operators for models that are not built from `mindformers.parallel_core.training_graph`. The group
+    "attention" is returned only for models with MLA in runs without context parallelism, because context parallelism
+    keeps the gathered keys and values. The group "mlp" is returned only for models with a gated MLP, and the group
+    "experts" only for runs in which `plugins.ep_overlap` does not cut micro-batches into chunks.
     """
     model = config.model
     if not config.training_graph:

@@ -202,8 +202,8 @@ def known_error(hardware: Hardware) -> KnownError | None:
 
 
 def error_lines(hardware: Hardware) -> list[str]:
-    """Return lines of text that state the known errors of predicted step times on a cluster, also for newer software;
-    if they are unknown, the line says so.
+    """Return lines of text that state the known errors of predicted step times on a cluster, also for newer software.
+    If the errors are unknown, return a line that says so.
     """
     known, newer = known_error(hardware), newer_error(hardware)
     return [f"step times: {known.words if known else UNKNOWN}", *([newer.words] if newer else [])]

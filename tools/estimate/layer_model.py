@@ -205,8 +205,8 @@ def score_passes(config: Configuration) -> float:
 
 def pairs(config: Configuration, causal: bool = True) -> float:
     """Return the number of query-key pairs that one attention head computes for a device's micro-batch. If every second
-    layer has an attention window, the result is the average over all layers. Pairs of tokens in different documents are
-    masked, and a causal kernel spends no time on them (`attended`).
+    layer has an attention window, the result is the average over all layers. Query-key pairs of different documents are
+    masked, so a causal kernel spends no time on these pairs (`attended`).
     """
     sequence, window = config.sequence, config.model.window
     whole = sequence / 2 * config.attended if causal else sequence

@@ -19,7 +19,7 @@ EVERY_HELP = (
 )
 
 SPARE_HELP = (
-    "Assume N spare slots on each device for copies of hot experts. With --spare the report also simulates two "
+    "Assume N spare slots on each device for copies of hot experts. If N is above 0, the report also simulates two "
     "placement policies that use spare slots: swaps and EPLB.  [default: plugins.expert_balance.spare, or 0]"
 )
 

@@ -82,9 +82,10 @@ def refuse_busy(folder: Path, busy: Busy) -> None:
 
 
 def is_left(folder: Path) -> bool:
-    """Return whether a command of this host has written that it holds the lock of a folder, and this process has ended;
-    False if several commands or a command of another host held the lock. Also return False if the lock is still held,
-    for example by a process in a container that has the name of this host but its own process numbers.
+    """Return whether a command of this host has written that it holds the lock of a folder, and whether this process
+    has ended. Return False if several commands, or a command of another host, held the lock. Also return False if the
+    lock is still held, for example by a process in a container that has the name of this host but its own process
+    numbers.
     """
     try:
         with (folder / LOCK).open(encoding="utf-8") as lock:

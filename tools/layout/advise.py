@@ -89,9 +89,9 @@ def check(recipe: Recipe, hardware: Hardware) -> None:
 
 def choices(recipe: Recipe, hardware: Hardware) -> tuple[Sequence[str], Sequence[Chunks]]:
     """Return the dispatch modes and the numbers of chunks that a recipe could set on `hardware`, as arguments of
-    `advise`. A model whose class `plugins.hierarchical_ep` cannot change has only MindFormers' own dispatchers,
-    without chunks, and MindFormers' hierarchical dispatcher needs EP groups of whole nodes. EP groups that straddle
-    nodes have only the global All-to-All.
+    `advise`. If `plugins.hierarchical_ep` cannot modify the model's class, only MindFormers' own dispatchers are
+    possible, and a micro-batch cannot be cut into chunks. MindFormers' hierarchical dispatcher also needs EP groups
+    that consist of whole nodes. For EP groups that straddle nodes, only the global All-to-All is possible.
     """
     if pluggable(recipe) and not straddles(View(recipe).ep, hardware):
         return MODES, ()
@@ -148,7 +148,9 @@ class ModeReport:
 
     @property
     def share_of_communication(self) -> tuple[float, float]:
-        """Return the exposed EP communication as a share of all exposed communication (report section 4.4)."""
+        """Return the exposed EP communication as a share of all exposed communication (TeleChat3-MoE report, section
+        4.4).
+        """
         return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
 
 

@@ -125,8 +125,8 @@ def optimise(
 ) -> Outcome:
     """Search for the fastest plan until `budget` is spent or the best plan is proven to be the fastest. The function
     `report` is called whenever the search has found a better plan. The returned plan is never slower than the plan
-    `start` [K, C]. If `start` is given, the caller has already made a quick placement and computed the bound of
-    weighted chains, so that these two steps are not repeated.
+    `start` [K, C], if `start` obeys all rules. If `start` is given, the caller has already made a quick placement and
+    computed the bound of weighted chains, so that these two steps are not repeated.
     """
     incumbent = Incumbent(instance, work_bound(instance), report)
     first = place_fast(instance) if start is None else start

@@ -402,8 +402,9 @@ class Way(NamedTuple):
 
 def ways(config: Configuration) -> list[Way]:
     """Return arguments of `pipeline_instance` for the optimiser's problems that are solved for a configuration; return
-    [] if no layer can move. In the first problem no layer may be recomputed fully, in the second problem every layer
-    may be; with MTP, a third problem always recomputes the last layer and the MTP layers.
+    [] if no layer can move. In the first problem no layer may be recomputed fully, and in the second problem every
+    layer may be recomputed fully. If the model has MTP layers, a third problem always recomputes the last layer and the
+    MTP layers.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []

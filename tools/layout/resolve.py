@@ -146,8 +146,9 @@ def make_layout(
     read. The memory limit is reduced by `margin`, whose default is the known error of the memory model. The function
     returns the layout in the layout file `path` if this layout is for the same run and cluster, fits into the memory
     limit, and is faster (or, if the time limit ended this search, as fast); its step time is predicted again, because
-    the cluster's efficiencies may have changed. The field `cut` of `budget` then says whether the time limit ended this
-    search, and the layout whether it ended the one that made the layout.
+    the cluster's efficiencies may have changed. The field `cut` of `budget` says whether the time limit ended this
+    search, and the entry `ended_by_time_limit` of the returned layout says whether the time limit ended the search that
+    made this layout.
 
     Raises:
         NothingFits: no layout fits the memory limit; the message says how much memory is missing.

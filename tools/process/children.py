@@ -292,8 +292,8 @@ def import_mindformers() -> None:
 @contextmanager
 def temporary_folder() -> Iterator[str]:
     """Yield a folder that is removed at the end; in the meantime all files that this process makes by `tempfile` are in
-    this folder. MindFormers' `build_context` leaves there the JSON file of `dataset_broadcast_opt_level`, which
-    MindSpore reads at once.
+    this folder. MindFormers' `build_context` leaves in this folder the JSON file of `dataset_broadcast_opt_level`,
+    which MindSpore reads at once.
     """
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory() as folder:

@@ -148,9 +148,9 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
-    """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is HOST or HOST
-    SLOTS, and `#` starts a comment; a host without SLOTS has `each` workers. IPv6 addresses lose their brackets,
-    because ssh and msrun take none, and names lose a dot at their end.
+    """Return the names of the hosts in a hosts file, and the number of workers of each host. Each line is NAME or NAME
+    WORKERS, and `#` starts a comment; a host without WORKERS has `each` workers. IPv6 addresses lose their brackets,
+    because ssh and msrun do not accept brackets, and names lose a dot at their end.
 
     Raises:
         ClusterError: the file cannot be read, names no host, names a host twice, gives hosts unequal numbers of slots,
@@ -164,22 +164,22 @@ def read_hosts(path: Path, each: int = DEVICES) -> tuple[list[str], int]:
             continue
         match = _LINE.fullmatch(text)
         if not match or not (name := _name(match["host"])) or (match["slots"] and not match["slots"].strip("0")):
-            wrong = f"each line must be HOST or HOST SLOTS (node0 8), not {text!r}{_hint(text)}"
+            wrong = f"each line must be NAME or NAME WORKERS (node0 8), not {text!r}{_hint(text)}"
             raise ClusterError(f"{path}:{number}: {wrong}")
         if len(match["slots"] or "") > _DIGITS:
-            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many slots")
+            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has that many workers")
         host, here = name, int(match["slots"] or each)
         if line_before := seen.get(usual_form(host)):
             raise ClusterError(f"{path}:{number}: {host} is already named in line {line_before}")
         if slots and here != slots:
             raise ClusterError(
-                f"{path}:{number}: {host} has {here} slots, but {hosts[0]} has {slots}; give all hosts the same number "
-                "of slots, because msrun numbers the workers as if every host had the same number of workers"
+                f"{path}:{number}: {host} has {here} workers, but {hosts[0]} has {slots}; give all hosts the same "
+                "number of workers, because msrun numbers the workers as if all hosts had equally many"
             )
         seen[usual_form(host)], slots = number, here
         hosts.append(host)
     if not hosts:
-        raise ClusterError(f"--nodes {path}: the file names no host; write HOST or HOST SLOTS on each line")
+        raise ClusterError(f"--nodes {path}: the file names no host; write NAME or NAME WORKERS on each line")
     if len(hosts) > 1 and (own := next(filter(_is_each_node, hosts), None)):
         raise ClusterError(
             f"{path}:{seen[usual_form(own)]}: {own} means each node itself; if a file lists several hosts, write the "

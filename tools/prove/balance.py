@@ -42,7 +42,7 @@ class Graph(Protocol):
 
 @dataclass
 class Way:
-    """A `Way` says what was found on all ways from the loss's gradient to an operator.
+    """A `Way` says what was found on all paths in the graph from the loss's gradient to an operator.
 
     Args:
         averaged: whether a way passes a router's division by the number of ranks.
@@ -73,14 +73,14 @@ def require_mean(typing: Graph, frame: Frame, node: Node, axes: Sequence[str]) -
 
 
 def is_gradient_of_one_number(direction: Direction) -> bool:
-    """Return whether what stages send in a direction may be the gradient of their balancing losses: any value of the
-    forward pass, and any larger gradient, is something else.
+    """Return whether the value that stages send in a direction may be the gradient of their balancing losses: it
+    belongs to the backward pass and has only one element.
     """
     return direction[0] == "backward" and math.prod(direction[1]) == 1
 
 
 def averaged_sends(typing: Graph) -> set[Direction]:
-    """Return the directions in which a stage sends the gradient of one number, if the stage may have divided this
+    """Return the directions in which a stage sends a gradient of one element, if the stage may have divided this
     gradient as a router does.
     """
     found = set()

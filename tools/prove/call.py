@@ -123,7 +123,7 @@ class Call:
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Return the types of all results of the operator."""
+        """Return the shape and the data type of each result of the operator."""
         return self.node.outputs
 
     @property
@@ -148,8 +148,7 @@ class Call:
 
     def own_pieces(self, key: tuple[int, int], size: int = 0) -> tuple[str, ...]:
         """Return the axes of the device mesh along which a constant argument differs from rank to rank, outermost
-        first. The constant must be the index at which the rank's own piece of a cut dimension starts. The ranks' pieces
-        must lie in the order of the ranks.
+        first. Raise an error unless the constant is the index at which the rank's own piece of a cut dimension starts.
 
         Args:
             key: a key of `differs`.
@@ -222,7 +221,8 @@ def operands_of(node: Node) -> Sequence[int]:
 
 def is_only_averaged(nodes: Sequence[Node], number: int) -> bool:
     """Return whether an AllGather takes one element of dimension 0 from each rank, and all operators that use its
-    result only add these elements up or average them. The order of the ranks in its group then does not matter.
+    result only add these elements up or average them. If so, the order of the ranks in the AllGather's group does not
+    matter.
     """
     gather, todo, summed = nodes[number], [number], False
     if not gather.inputs or gather.inputs[0].shape[:1] != (1,):

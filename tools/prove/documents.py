@@ -1,6 +1,6 @@
-"""This module finds how the document ends (the cumulative lengths for attention in the layout TND) are computed in the
-graph. If the queries are cut over ranks along the sequence, the module checks that the document ends fit the rank's own
-piece.
+"""This module finds the operators of a graph that compute the ends of the documents (the cumulative sequence lengths
+that attention takes in the layout TND). If the queries are cut over ranks along the sequence, the module checks that
+these ends are right for the rank's own piece of the queries.
 
 In this case a rank has a piece of the queries and all keys. From the ends of all documents MindSpore computes, element
 by element and with constants that differ by rank, the ends of the documents among the rank's queries and among its
@@ -95,8 +95,8 @@ def _own_entry(x: Spread) -> Dim:
 
 
 def entry(call: Call) -> Spread | None:
-    """Return how a single entry of a list of integers is distributed over the ranks (its spread), if each rank takes
-    the entry from its own list. Return None if the operator does not take an entry from a list.
+    """Return how a single entry of a list of integers is distributed over the ranks (its spread) after each rank has
+    taken the entry from its own list. Return None if the operator does not take an entry from a list.
     """
     x, place = call.spread(0), _place(call)
     if len(x.dims) != 1 or place is None or not call.counts or call.values[2] != 0 or call.outputs[0].shape != (1,):

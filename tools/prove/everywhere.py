@@ -37,8 +37,8 @@ class Placed(Typing):
     """A `Placed` is a `Typing` of a graph in which some values with loose pieces have given dimensions (`settled`)."""
 
     def applied(self, call: Call) -> Value:
-        """Return the result of an operator. If the operator refuses pieces that cut a dimension of one element, but
-        would take them as parts of a sum over this dimension, the result is unknown.
+        """Return the result of an operator. Raise NotKnown if the operator refuses arguments whose pieces cut a
+        dimension of one element, but would accept these pieces as parts of a sum over this dimension.
         """
         try:
             return super().applied(call)
@@ -137,8 +137,9 @@ def _everywhere(
 def first_loose(typing: Typing, failure: Failure) -> tuple[tuple[str, int], Sequence[tuple[Dim, ...]]]:
     """Return the first operator before a failure whose result has loose pieces (pieces whose dimension is not known
     yet) over the axes of the failure. Return also the dimensions of the operator's result for each possible placement
-    of these loose pieces. The dimensions are empty unless the operator is a Reshape of a known value without loose
-    pieces over these axes, none of which cut a dimension of one element, and which is alike in all calls of its graph.
+    of these loose pieces. Return no dimensions unless the operator is a Reshape whose argument is known, has no loose
+    pieces over these axes, and is the same in all calls of the graph. Return no dimensions if one of these axes cuts a
+    dimension of one element.
     """
     frame = next(
         each for each in typing.frames if each.name == failure.graph and each.values.get(failure.number) == failure

@@ -56,7 +56,7 @@ class Mesh:
 
     def refined(self, axes: Iterable[str]) -> Mesh:
         """Return the mesh with some axes divided into axes of a prime number of ranks. An axis is divided only if its
-        size is a power of a prime number, because the order of different factors is unknown.
+        size is a power of a prime number, because for any other size the order of the prime factors is unknown.
         """
         strides, sizes = {}, {}
         for axis, size in self.sizes.items():

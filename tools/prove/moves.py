@@ -177,7 +177,7 @@ def with_dims(x: Spread, dims: tuple[Dim, ...]) -> Spread:
 
 
 def reduce_sum(x: Spread, axes: Iterable[int] | None, keep: bool) -> Spread:
-    """Return the spread (the distribution over ranks) of the sum of a value over `axes` (None: all dimensions)."""
+    """Return the spread (the distribution over ranks) of the sum of a value over its dimensions `axes` (None: all)."""
     require_home(x)
     if over := ", ".join(sorted(x.greatest)):
         raise refusal((x,), f"the maximum of only a rank's own piece over {over} is added up")
@@ -339,7 +339,7 @@ def concat(given: Sequence[Spread], axis: int) -> Spread:
 def all_reduce(x: Spread, axes: Iterable[str]) -> Spread:
     """Return how a value is distributed over the ranks (its spread) after a sum over the ranks along some axes. If a
     reshape to a vector has removed a dimension of one element that was cut over ranks, the ranks' pieces are added as
-    partial sums. The gradient of a bias is an example, if each rank has one sample.
+    partial sums. For example, this happens to the gradient of a bias if each rank has one sample.
     """
     for axis in axes:
         x = added_up(x, x.dropped & {axis})

@@ -27,7 +27,7 @@ Place = tuple[Frame, int]  # a call of a graph, and an operator of the graph
 
 
 def only_moves(node: Node) -> bool:
-    """Return whether an operator only moves what it is given, or only limits indices."""
+    """Return whether an operator only moves the elements of its input, or only limits indices to a range."""
     of_indices = node.op in _LIMITS and bool(node.outputs) and node.outputs[0].dtype.startswith(("Int", "UInt"))
     return node.op in _MOVES or of_indices
 

@@ -19,8 +19,8 @@ _INWARDS = ("dp", "cp", "tp")  # the outermost axis of the mesh first
 
 def outside(axis: str, other: str) -> bool:
     """Return whether an axis of the device mesh lies outside another axis (dp is outside cp, and cp is outside tp).
-    MindSpore cuts a dimension over outer axes first. If an outer axis of the mesh follows an inner axis, the outer axis
-    therefore most likely cuts the next dimension.
+    MindSpore cuts each dimension over outer axes first. Therefore, if a list of cuts names an outer axis after an inner
+    axis, the outer axis most likely cuts the next dimension.
     """
     names = (axis.split("."), other.split("."))  # a part of an axis, such as cp.2, may be divided again: cp.2.1
     places = [(-_INWARDS.index(kind), *map(int, parts)) for kind, *parts in names if kind in _INWARDS]
@@ -69,7 +69,8 @@ def wherever_they_fit(move: Callable[[Sequence[Spread]], Spread], given: Sequenc
 
 def in_common(given: Iterable[Spread]) -> Spread | None:
     """Return the spread that several values have in common, for some possible places of their loose pieces (pieces
-    whose dimension is not known yet). Return None if they are distributed differently for all places.
+    whose dimension is not known yet). Return None if the values are distributed differently for every possible
+    placement of the loose pieces.
     """
     first, *others = sorted(given, key=lambda x: (len(x.loose), str(x)))
     if any(replace(x, dims=first.dims, loose=first.loose) != first for x in others):

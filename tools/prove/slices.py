@@ -132,8 +132,8 @@ def _added_up(x: Spread, shape: Sequence[int]) -> Spread:
 def stacked(
     x: Spread, shape: Sequence[int], by: Mapping[int, Sequence[str]], sizes: Mapping[str, int]
 ) -> Spread | None:
-    """Return the spread of a tensor that was padded with zeros along a dimension of one element, if each rank has put
-    its element at the rank's own index. Return None if the tensor was padded in any other way.
+    """Return how a tensor that was padded with zeros is distributed over the ranks (its spread). Return None unless the
+    tensor was padded with zeros along one dimension of one element, with each rank's element at the rank's own index.
 
     This is the gradient of a slice that divides gathered pieces among ranks. A dimension other than the first one may
     also be the dimension of these pieces, which `pad` tries before.

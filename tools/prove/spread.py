@@ -169,8 +169,8 @@ def _size(atom: Atom, sizes: Mapping[str, int]) -> int:
 
 
 def logical(dims: Sequence[Dim]) -> list[list[Atom]]:
-    """Return the dimensions of a tensor, in which gathered pieces that an AllGather has put in front of another
-    dimension are moved back to their own dimension.
+    """Return the dimensions of a tensor after all pieces that an AllGather has put in front of another dimension were
+    moved back to their own dimension.
     """
     found: list[list[Atom]] = [[atom for atom in dim if not isinstance(atom, Block)] for dim in dims]
     for block in (atom for dim in dims for atom in dim if isinstance(atom, Block)):
@@ -284,7 +284,7 @@ def _rising(ranges: Sequence[Sequence[int]], least: int = 0) -> Iterator[tuple[i
 
 def own_order(dim: Dim) -> Dim:
     """Return a dimension of tokens that MindFormers has grouped by rank for its router, with the tokens of each rank in
-    their original order. The result suffices for a sum over the tokens.
+    their original order. Use the result only for sums over the tokens, because their real order differs.
     """
     rows = dim[-1] if dim else None
     if not isinstance(rows, Rows) or rows.path != (("group",),):

@@ -46,8 +46,8 @@ def by_rank(x: Spread, axes: Iterable[str]) -> Spread:
 
 
 def by_place(x: Spread) -> Spread:
-    """Undo `by_rank`: return the spread of a vector with the elements in their original order. The spread is unchanged
-    unless each rank holds its own elements again.
+    """Undo `by_rank`: return the spread of a vector with the elements in their original order. If the ranks do not hold
+    their own elements again, return the spread unchanged.
     """
     rows = x.dims[0][-1] if len(x.dims) == 1 and x.dims[0] else None
     if not isinstance(rows, Rows) or rows.path != (("flat",),):

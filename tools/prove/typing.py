@@ -267,7 +267,9 @@ class Typing:
         return self.received[direction]
 
     def direction_of(self, node: Node) -> Direction:
-        """Return whether a Send or Receive is of the forward or the backward pass, and the shape of what it moves."""
+        """Return the pass (forward or backward) to which a Send or Receive belongs, and the shape of the value that it
+        sends or receives.
+        """
         return "backward" if "Gradients/" in node.scope else "forward", node.outputs[0].shape
 
     def sent(self) -> dict[Direction, set[Spread | Failure]]:
@@ -334,7 +336,8 @@ class Typing:
 
     def axes_of(self, node: Node, any_order: bool = False) -> tuple[str, ...]:
         """Return the axes of the device mesh that make up a collective's group; neighbouring ranks of the group differ
-        along the last of these axes. The group must have its ranks in rising order, except with `any_order`.
+        along the last of these axes. Raise an error if the group's ranks are not in rising order, unless `any_order` is
+        True.
         """
         group = str(attributes_of(node.text).get("group", ""))
         ranks = self.ranks_of(group) or self.generated.get(group)
@@ -379,7 +382,8 @@ class Typing:
 
     def name_of(self, graph: str, number: int) -> str:
         """Return a text that helps a person to find an operator: its name, its number, and its line in the Python
-        source; if the graph states no line, the last cells around it.
+        source. If the graph states no line, the text instead names the innermost cells (modules) that contain the
+        operator.
         """
         node = self.graph.graphs[graph][number]
         cells = "/".join(node.scope.split("/")[-3:-1])

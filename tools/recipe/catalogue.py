@@ -28,8 +28,8 @@ ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the 
 
 @dataclass(frozen=True)
 class Measure:
-    """A `Measure` is one optimisation of the host from section 6 of the technical report. A `Measure` holds the gain
-    that the report states, how this repository applies the optimisation, and which checks cover it.
+    """A `Measure` is one optimisation of the host from section 6 of the TeleChat3-MoE report. A `Measure` holds the
+    gain that the report states, how this repository applies the optimisation, and which checks cover it.
 
     The gains are quoted from the report; they were not measured with this repository.
     """
@@ -114,7 +114,7 @@ class Card:
 
 def load_cards(recipes: Path) -> list[Card]:
     """Return the cards (`card.yaml`) below the folder `recipes`. The cards of TeleChat3-MoE come first, and model
-    families that are only modelled come last. Within a family, small models come first.
+    families that are only modelled come last. Within a family of models, the cards of small models come first.
 
     Raises:
         RecipeError: a card lacks a key, has an unknown key, or makes a claim that no card may make.

@@ -56,7 +56,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """Return the recipe that `effective` returns as text. YAML text keeps the anchors that the recipe's author
+    """Return as text the recipe that `effective` returns. A YAML text keeps the anchors that the recipe's author
     wrote.
     """
     recipe = effective(path, overrides, mini, as_written, workers)

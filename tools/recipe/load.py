@@ -52,8 +52,8 @@ class Mark(NamedTuple):
 
 
 class Recipe(dict[str, Any]):
-    """A `Recipe` is a nested dict of a recipe's sections, merged with those of its base recipes. It also holds the
-    recipe's file (`source`), and the file and line of every value (`marks`).
+    """A `Recipe` is a nested dict of a recipe's sections, merged with those of its base recipes. A `Recipe` also holds
+    its file (`source`), and the file and line of every value (`marks`).
     """
 
     source: str = ""
@@ -428,7 +428,7 @@ def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Yield every number that is not allowed in `node`, the value at the key path `path`, including nested values."""
+    """Yield every number that is not allowed, in the value `node` at the key path `path` and in its nested values."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))

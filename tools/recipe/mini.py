@@ -129,7 +129,7 @@ def load_mini(
         except RecipeError as error:
             raise in_file(loaded, error) from None
         except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
-            wrong = f"--mini cannot shrink this recipe; tc3 check {path} says what is wrong with it"
+            wrong = f"--mini cannot shrink this recipe; run tc3 check {path} to see what is wrong with it"
             raise RecipeError(f"{path}: {wrong}") from error
         dump_recipe(Recipe(derived), file)
         mini = load_recipe(file)
@@ -139,8 +139,8 @@ def load_mini(
 
 
 def leave_ascend(recipe: dict[str, Any]) -> None:
-    """Convert a recipe for Ascend (in place) to a recipe for a single CPU process. This function does not
-    change the keys of the model; `compute_on_cpu` changes them.
+    """Convert a recipe for Ascend (in place) to a recipe for a single CPU process. This function does not change
+    `model.model_config`; `compute_on_cpu` does.
     """
     imposed = copy.deepcopy(_ON_CPU)
     for name, section in imposed["sections"].items():

@@ -70,7 +70,7 @@ class Plan:
     @property
     def before(self) -> int:
         """Return the number of steps done before the attempt, as its workers count steps. (Plans of older versions
-        state only the step of the checkpoint, which differs after a change of the global batch.)
+        state only the step number that the checkpoint has, which is another number if the global batch has changed.)
         """
         return self.step if self.start is None else self.start
 

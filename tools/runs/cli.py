@@ -59,8 +59,8 @@ _LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
-    """Show the status of a run (from the function `look`) every `every` seconds until the run has ended; return the
-    exit code.
+    """Ask the function `look` for the status of a run every `every` seconds, and show the status, until the run has
+    ended; return the exit code of the command.
     """
     if as_json or not console.is_terminal:
         return _print_lines(look, console, every, as_json)
@@ -231,7 +231,7 @@ class Scalars:
 
     def add_routers(self, record: dict[str, Any]) -> None:
         """Write the measurements of the routers in one step (from metrics/routers.jsonl) as scalars for TensorBoard.
-        Each scalar is the value of the layer whose router is least balanced by this measure.
+        Each scalar shows one measure, with the value of the layer whose router is least balanced by this measure.
         """
         worst = {"fullest": max, "entropy": min, "similarity": min, "idle": max, "streak": max}
         known = {name: [value for value in record.get(name) or () if value is not None] for name in worst}

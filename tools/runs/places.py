@@ -26,9 +26,9 @@ END = math.inf  # a place behind all steps
 
 
 def translated(step: float, of: float | None, into: float | None) -> float:
-    """Return the number, in a part whose steps have the unit `into`, of the place that is after `step` steps of the
-    unit `of`. The number is an int if the place is after a whole number of steps. A unit that is None or 0 is not
-    known; then both parts are taken to number their steps alike.
+    """Return after how many steps of the unit `into` a run has read as much data as after `step` steps of the unit
+    `of`. The result is an int if it is a whole number of steps. A unit of None or 0 is unknown; the result is then
+    `step` itself.
     """
     if not of or not into or of == into:
         return step
@@ -37,8 +37,8 @@ def translated(step: float, of: float | None, into: float | None) -> float:
 
 
 class Numbering:
-    """A `Numbering` takes in the steps of a run in the order in which they were recorded, and finds the steps from
-    which a resume with another global batch numbers them anew.
+    """A `Numbering` takes in the steps of a run in the order in which they were recorded, and finds each step at which
+    the numbering begins anew, because the run was resumed with another global batch.
 
     Args:
         alike: whether it is known that all steps of the run keep their numbers, because its recipe has
@@ -100,16 +100,16 @@ def begins_anew(record: dict[str, Any], last: float, tokens: float | None) -> bo
 
 
 def tokens_of(recipe: Recipe | None) -> float | None:
-    """Return the number of tokens of a step of a recipe, as the metrics of its run state it; None if the recipe does
-    not determine the number. If the batch grows, this is the number for the largest batch.
+    """Return the number of tokens of a step of a recipe, as the metrics of its run state it; return None if the recipe
+    does not determine this number. If the batch grows, this is the number for the largest batch.
     """
     length = View(recipe).get((*MODEL, "seq_length")) if recipe else None
     return View(recipe).global_batch * length if recipe and type(length) is int and length > 0 else None
 
 
 def begin_of(plan: Plan, tokens: float | None, units: Iterable[float], alike: bool = False) -> float | None:
-    """Return the place after which a planned attempt trains, if the attempt has made no step yet; None if its records
-    do not determine the place.
+    """Return the place after which a planned attempt trains, if the attempt has made no step yet; return None if the
+    attempt's records do not determine the place.
 
     Args:
         tokens: the tokens of a step of the attempt's recipe; None if they are not known.

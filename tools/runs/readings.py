@@ -99,7 +99,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Return all readings in the metrics file of one rank, without digests of samples; empty if there is no file."""
+    """Return all readings in the metrics file of one rank, without digests of samples; return none without a file."""
     readings = Readings()
     for record in Follower(file).records():
         readings.add({name: value for name, value in record.items() if name != "samples"})
@@ -125,7 +125,7 @@ class Evaluation:
 def read_evaluations(run_dir: Path, run: Run | None = None) -> dict[float, Evaluation]:
     """Return the evaluations of a run by training step, from the file that `plugins.held_out_loss` writes. A resumed
     run evaluates the step of its checkpoint first, and this record replaces all records of the same and of later steps,
-    because the run repeats those steps. Steps have the numbers that the newest attempt gives them.
+    because the run repeats those steps. In the result each step has the number that the newest attempt gives it.
 
     Args:
         run: the content of `run_dir`, if it was read before. Its `notes` get a sentence if the numbering of an
@@ -217,7 +217,7 @@ class Steps(Follower):
 
     @property
     def left_out(self) -> str:
-        """Return in words how many lines were left out, and why the first was; return "" if none was left out."""
+        """Return in words how many lines were left out, and why the first one was left out; return "" if none was."""
         count, more = len(self.faults), f", and {len(self.faults) - 1} more" * (len(self.faults) > 1)
         return f"{count} record{'s' * (count > 1)} left out ({self.faults[0]}{more})" if count else ""
 
@@ -360,7 +360,7 @@ class Run:
 
     @property
     def alike(self) -> bool:
-        """Return whether all steps of the run keep their numbers, because its batch grows by plugins.batch_ramp."""
+        """Return whether plugins.batch_ramp grows the run's batch, so that all steps of the run keep their numbers."""
         return bool(self.recipe and View(self.recipe).ramp.stages)
 
     def unit_of(self, attempt: str | None) -> float | None:
@@ -372,7 +372,7 @@ class Run:
         return own or only if own or self.alike or plan is None or plan.start is None else self._tokens(plan)
 
     def begin_of(self, attempt: Attempt) -> float | None:
-        """Return the place after which an attempt that has made no step yet trains; None if that is not known."""
+        """Return the place in the data from which an attempt that has made no step yet trains (None: unknown)."""
         if (plan := attempt.plan) is None:
             return None
         before = {part.unit for part in self.parts if (part.moment or 0.0) <= plan.time}

@@ -52,8 +52,8 @@ class Spike:
 
 def spikes(parts: list[Part], cuts: Sequence[float]) -> list[Spike]:
     """Return the spikes of all parts of a run (a part begins at each start of the workers), in the order in which the
-    steps were made. A step that was skipped because of the loss scale has no gradient norm, which does not count as a
-    spike.
+    steps were made. A step that was skipped because of the loss scale has no gradient norm; a missing norm does not
+    count as a spike.
 
     Args:
         cuts: for each part of the run, the place behind which later parts trained again (`tools.runs.places`).

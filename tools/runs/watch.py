@@ -151,8 +151,8 @@ class Kept:
             self._count()
 
     def has_begun(self, plan: Plan) -> bool:
-        """Return whether a planned attempt, or a later one, has written lines. Lines of older versions name no attempt;
-        then their times, by the clock of a host, are compared with the plan's, by the clock of the disk.
+        """Return whether a planned attempt, or a later one, has written lines. For lines of older versions, which name
+        no attempt, the line's time (a host's clock) is compared with the plan's time (the disk's clock).
         """
         if plan.name and self.attempt is not None:
             return self.attempt == plan.name or number_of(self.attempt) > plan.attempt
@@ -235,16 +235,16 @@ BAD = ("failed", "given up", "left", "interrupted", "preempted", "unfinished")
 
 @dataclass(frozen=True)
 class Status:
-    """A `Status` describes the state of a run at one moment; unknown values are None. All times of a `Status` are in
-    seconds, `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new
-    record. The held-out losses in a `Status` come from the last evaluation. The field `not_finite` names the loss or
-    the global norm if it is NaN or infinite in the newest step. The norm of a step that was skipped because of the loss
-    scale does not count. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean
-    over the experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no
-    token in the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in
-    the newest step, and `stage_end` is the last step with the same number. The field `untold` lists the attempts of
-    which no record says how they ended; the number of failures is then unknown. The field `probed_ranks` is the number
-    of ranks that the straggler probes can compare, and `left_out` says which lines of the steps could not be read.
+    """A `Status` describes the state of a run at one moment; unknown values are None. All times are in seconds,
+    `goodput` is a share of the run's time, and `quiet` is the time for which the run has written no new record. The
+    held-out losses come from the last evaluation. The field `not_finite` names the loss or the global norm if it is NaN
+    or infinite in the newest step. The field `not_finite` ignores the norm of a step that was skipped because of the
+    loss scale. The field `fullest_expert` is the number of tokens of the fullest expert divided by the mean over the
+    experts of the same layer. The field `idle_experts` is the number of experts (in all layers) that got no token in
+    the newest step. If the batch size grows (plugins/batch_ramp), `step_samples` is the number of samples in the newest
+    step, and `stage_end` is the last step with the same number. The field `untold` lists the attempts of which no
+    record says how they ended; the number of failures is then unknown. The field `probed_ranks` is the number of ranks
+    that the straggler probes can compare, and `left_out` says which lines of steps could not be read.
     """
 
     run: str

@@ -300,8 +300,8 @@ def _keep_cluster(kept: Path | None, text: str, force: bool) -> None:
     """
     if kept and os.path.lexists(kept) and not (kept.is_file() and kept.read_bytes() == text.encode()) and not force:
         raise DataError(
-            f"--write {kept}: the file exists with another cluster, perhaps of a search that was killed before it "
-            "wrote its recipe; choose another name, or replace it with --force"
+            f"--write {kept}: the file exists and describes another cluster, perhaps because a search was killed "
+            "before it wrote its recipe; choose another name, or replace it with --force"
         )
 
 

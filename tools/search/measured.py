@@ -142,8 +142,8 @@ def _cells(found: Prediction) -> list[tuple[float | None, str]]:
 @click.option(
     "--like",
     metavar="NAME",
-    help="Start the fit with the efficiencies of this cluster; needed if the cluster that --cluster names has no "
-    "efficiencies.",
+    help="Start the fit with the efficiencies of this cluster; this option is needed if the cluster that "
+    "--cluster names has no efficiencies.",
 )
 @click.option(
     "--out",

@@ -172,7 +172,7 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
         if model and own and (apart := settings_apart(model, own)):
             settings = "; ".join(f"{name} is {new!r}, but {old!r} in {model.source}" for name, old, new in apart)
             raise CheckpointError(
-                f"{source.path}: this checkpoint's recipe {own.source} has other settings of the model than "
+                f"{source.path}: the model settings of this checkpoint's recipe {own.source} differ from those of "
                 f"{model.source}, so an average of the weights of the two runs has no meaning: {settings}; average "
                 "only checkpoints of one model"
             )

@@ -115,7 +115,7 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
     sys.exit(bool(fault or wrong))
 
 
-@weights.command("average", context_settings=SETTINGS, short_help="Average checkpoints of one run.")
+@weights.command("average", context_settings=SETTINGS, short_help="Average checkpoints of one model.")
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--to",

@@ -348,8 +348,8 @@ def _beside(folder: Path) -> Path:
 
 
 def keep_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe of the run that trained weights into the folder of new weights that are made of them, so that
-    no later command takes the new weights for those of another model.
+    """Write the recipe of the run that trained weights into the folder of new weights that are made from the trained
+    weights, so that no later command takes the new weights for those of another model.
     """
     dump_recipe(recipe, folder / KEPT)
 
@@ -370,7 +370,9 @@ _OF_GROUPS = ("num_query_groups", "use_contiguous_weight_layout_attention")  # l
 
 
 def changed_settings(trained: Recipe, asked: Recipe) -> list[str]:
-    """Return in words what `settings_apart` finds, as changes of one recipe."""
+    """Return in words the settings that `settings_apart` finds, as changes from the recipe `trained` to the recipe
+    `asked`.
+    """
     return [f"{name} was {old!r} and is {new!r} now" for name, old, new in settings_apart(trained, asked)]
 
 
@@ -398,8 +400,9 @@ def settings_apart(trained: Recipe, asked: Recipe) -> list[tuple[str, Any, Any]]
 
 
 def recipe_of_run(checkpoint: Path, say: bool = False) -> Recipe | None:
-    """Return the recipe of the run that saved `checkpoint`, or that `keep_recipe` has written; None if there is none,
-    or if the recipe cannot be read, which is printed on stderr if `say` is true.
+    """Return the recipe of the run that saved `checkpoint`, or the recipe that `keep_recipe` has written beside it.
+    Return None if there is no recipe or if it cannot be read; in the second case print the reason on stderr if `say` is
+    true.
     """
     file = _beside(checkpoint)
     if not file.exists() or (file.name != KEPT and not checkpoint.absolute().name.startswith("iteration_")):
@@ -414,7 +417,7 @@ def recipe_of_run(checkpoint: Path, say: bool = False) -> Recipe | None:
 
 def settings_of_run(checkpoint: Path, asked: Recipe) -> tuple[Path, list[str]]:
     """Return the path of the recipe of the run that saved `checkpoint`, and texts that say how the settings of the
-    recipe `asked` differ from it; no difference if `checkpoint` is not in the folder of a run.
+    recipe `asked` differ from this recipe; return no texts if no recipe of the run was found.
     """
     before = recipe_of_run(checkpoint, say=True)
     return _beside(checkpoint), changed_settings(before, asked) if before else []

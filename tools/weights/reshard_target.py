@@ -59,7 +59,7 @@ class Lying:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that hold any slice of the tensor."""
+        """Return the ranks that hold at least one slice of the tensor."""
         return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
 
 

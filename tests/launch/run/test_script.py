@@ -128,10 +128,14 @@ REFUSED = {
     "duplicate": ("a\n\na\n", 16, r"hosts.txt:3: a is already named in line 1"),
     "duplicate in capitals": ("node1\nNode1\n", 16, r"hosts.txt:2: Node1 is already named in line 1"),
     "duplicate address": ("2001:db8::7\n[2001:DB8:0::7]\n", 16, r"7 is already named in line 1"),
-    "uneven": ("a 4\nb 8\n", 12, r"hosts.txt:2: b has 8 slots, but a has 4; give all hosts the same number of slots"),
-    "empty": ("# nobody\n", 8, "names no host; write HOST or HOST SLOTS"),
-    "no slots": ("a 0\n", 8, r"hosts.txt:1: each line must be HOST or HOST SLOTS \(node0 8\), not 'a 0'"),
-    "a command": ("$(reboot)\n", 8, "HOST or HOST SLOTS"),
+    "uneven": (
+        "a 4\nb 8\n",
+        12,
+        r"hosts.txt:2: b has 8 workers, but a has 4; give all hosts the same number of workers",
+    ),
+    "empty": ("# nobody\n", 8, "names no host; write NAME or NAME WORKERS"),
+    "no slots": ("a 0\n", 8, r"hosts.txt:1: each line must be NAME or NAME WORKERS \(node0 8\), not 'a 0'"),
+    "a command": ("$(reboot)\n", 8, "NAME or NAME WORKERS"),
 }
 
 

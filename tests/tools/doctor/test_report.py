@@ -168,7 +168,7 @@ def test_another_kind_of_device_is_unknown_and_not_ok(measured):
 
 
 def test_a_bundle_without_probes_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"e\.zip: the bundle has no probes; tc3 firsthour read"):
+    with pytest.raises(DataError, match=r"e\.zip: the bundle has no speed tests of hosts; run tc3 firsthour read"):
         against(measured_probe(2), bundle(tmp_path / "e.zip", {}))
 
 

@@ -210,9 +210,9 @@ def test_a_hosts_file_of_a_windows_editor_with_comments_and_addresses_of_ipv6(tm
         ("node0:8", "leave out the port"),
         ("[fd00::7]:22 8", "leave out the port"),
         ("node[0-3] 8", "scontrol show hostnames 'node[0-3]'"),
-        ("[10.0.0.1]", "HOST SLOTS"),
-        ("10.0.0.300", "HOST SLOTS"),
-        ("fe80::1%eth0", "HOST SLOTS"),
+        ("[10.0.0.1]", "NAME WORKERS"),
+        ("10.0.0.300", "NAME WORKERS"),
+        ("fe80::1%eth0", "NAME WORKERS"),
     ],
 )
 def test_a_line_that_would_name_another_host_than_its_user_meant_is_refused(tmp_path, line, hint):

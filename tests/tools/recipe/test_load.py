@@ -340,5 +340,5 @@ def test_a_key_that_is_a_date(tmp_path):
 
 def test_the_mini_of_what_is_no_recipe(tmp_path):
     (tmp_path / "x.yaml").write_text("model: {model_config: {model_type: telechat3_moe}}\n")
-    with pytest.raises(RecipeError, match="cannot shrink this recipe; tc3 check"):
+    with pytest.raises(RecipeError, match="cannot shrink this recipe; run tc3 check"):
         load_mini(tmp_path / "x.yaml")

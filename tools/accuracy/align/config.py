@@ -54,9 +54,9 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Return every key whose values differ in two flat recipes, those that must be equal first. Corpora are compared by
-    their content; the corpus of a recipe for Ascend is compared by its path if it is not on this machine. Raise
-    DataError if the corpus of a recipe for CPU does not exist.
+    """Return every key whose values differ in two flat recipes; the keys whose values must be equal come first. Corpora
+    are compared by their content; the corpus of a recipe for Ascend is compared by its path if it is not on this
+    machine. Raise DataError if the corpus of a recipe for CPU does not exist.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
     if _sums_gradients(ours) and _sums_gradients(theirs):
@@ -79,7 +79,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """Return the class to which the report assigns a key path, such as "precision" or "layout"."""
+    """Return the class to which the TeleChat3-MoE report assigns a key path, such as "precision" or "layout"."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 

@@ -219,7 +219,9 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """Return the recipe without the sections in `beside`, and without those that cannot change numerical results."""
+    """Return the recipe without the sections in `beside`, and without the sections that cannot change numerical
+    results.
+    """
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -227,11 +229,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class SideFailedError(Exception):
-    """This error means that a compared training failed; the message has its last line and its log file."""
+    """This error means that a compared training failed; the message holds the last line of the training's output and
+    the path of its log file.
+    """
 
 
 def find_torch(python: str) -> None:
-    """Raise ClusterError if `python` does not find torch or transformers, which are not imported: that takes long."""
+    """Raise ClusterError if `python` does not find torch or transformers, which are searched for but not imported,
+    because importing them takes long.
+    """
     try:
         done = subprocess.run([python, "-c", _FIND], capture_output=True, check=False)
     except OSError as error:
@@ -271,8 +277,9 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
 def run_reference(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, batch: Arrays, other: Record | None = None
 ) -> Record:
-    """Train the reference from `weights` (by Hugging Face's names) on recorded batches. With the MindFormers record
-    `other`, also compute each step separately, from MindFormers' state before it.
+    """Train the reference from `weights` (by Hugging Face's names) on recorded batches. If `other`, the record of the
+    MindFormers training, is given, also compute each step separately, from the state that MindFormers had before this
+    step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = json.dumps({"sizes": sizes.as_json(), "hyper": asdict(hyper)})

@@ -155,8 +155,8 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Stage:
 
 
 def curve(ours: Record, theirs: Record, floor: Record | None) -> Stage:
-    """Compare the losses and learning rates of all steps, and each step that the reference computed by itself (stage
-    5).
+    """Compare the losses and learning rates of all steps, and the results of each step that the reference computed
+    separately, from MindFormers' state before the step (stage 5).
 
     A difference in the last bit sends a token at a tie to another expert, and from there on two right runs of a mixture
     of experts drift apart. Their losses are undecided, up to DRIFT, if every single step agrees and most of the steps
@@ -214,7 +214,9 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the largest absolute difference of two arrays' elements; inf for NaN or different shapes."""
+    """Return the largest absolute difference of two arrays' elements; return inf if a difference is not finite, or if
+    the shapes differ.
+    """
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -223,7 +225,9 @@ def largest(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return |got - want| / |want| in the L2 norm: 0 if both are zero, inf for NaN or different shapes."""
+    """Return |got - want| / |want| in the L2 norm; return 0 if both norms are zero, and inf for NaN or different
+    shapes.
+    """
     return _share(_length(got, want), want)
 
 
@@ -282,7 +286,9 @@ def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
 
 
 def explain_forward(stage: Stage, ours: Record, theirs: Record, rope: int) -> str:
-    """Return a sentence about the first module whose output differs; RoPE rotates the last `rope` dimensions."""
+    """Return a sentence about the first module whose output differs; `rope` is the number of dimensions, the last ones
+    of a head, that RoPE rotates.
+    """
     bad = [row.name for row in stage.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:

@@ -75,8 +75,8 @@ class Verdict:
 
     @property
     def first(self) -> tuple[Finding, ...]:
-        """Return the findings at the first step and stage with a difference above rounding, if there is one. Another
-        order of summation may change the last bits earlier, but does not explain a larger difference.
+        """Return the findings at the first step and stage with a difference that rounding does not explain. If rounding
+        explains all differences, return the findings at the first step and stage with any difference.
         """
         grave = [each for each in self.findings if not each.rounding] or list(self.findings)
         return tuple(each for each in grave if (each.step, each.stage) == (grave[0].step, grave[0].stage))

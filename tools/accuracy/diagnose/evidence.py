@@ -146,7 +146,7 @@ class Side:
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def ids(self, step: int) -> list[str] | None:
-        """Return the distinct digests of a step's samples, rank by rank; None if a rank did not record them."""
+        """Return the distinct digests of a step's samples, rank by rank; return None if a rank did not record them."""
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
             return None
@@ -206,7 +206,9 @@ def _trained(name: str) -> str:
 
 
 def read_side(folder: Path) -> Side:
-    """Return all records of the run in `folder`; raise DataError if it holds no step, or if a record is damaged."""
+    """Return all records of the run in `folder`; raise DataError if the run has recorded no step, or if a record is
+    damaged.
+    """
     recipe = _recipe_of(folder)
     view = View(recipe)
     read = {rank: _metrics(folder / "metrics" / f"rank_{rank}.jsonl") for rank in range(view.devices)}

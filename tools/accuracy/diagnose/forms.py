@@ -150,7 +150,9 @@ def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, 
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError if a router has another number of experts than in earlier lines, whose numbers are in `known`."""
+    """Raise DataError if the number of a router's experts differs from the number in earlier lines, which `known`
+    holds.
+    """
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():
             if len(numbers) != known.setdefault(router, len(numbers)):

@@ -195,7 +195,9 @@ def _gradients_law(side: Side, step: int) -> Iterator[Finding]:
 
 
 def norm_law(side: Side, step: int) -> Iterator[Finding]:
-    """Yield a finding unless the clipped gradients have the logged global norm, or the limit if that is smaller."""
+    """Yield a finding unless the norm of the clipped gradients equals the logged global norm or, if the clipping limit
+    is smaller than this norm, the limit.
+    """
     record, view = side.steps.get(step, {}), View(side.recipe)
     model = side.recipe["model"]["model_config"]
     mtp = model.get("num_nextn_predict_layers") or model.get("mtp_num_layers")
@@ -346,8 +348,8 @@ def undefined_of(side: Side) -> tuple[str, ...]:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a name belongs to a trained weight or to a moment of one, such as `weight`, `weight1` (experts) or
-    `hc_fn`.
+    """Return whether a name, such as `weight`, `weight1` (experts) or `hc_fn`, belongs to a trained weight or to a
+    moment of a trained weight.
     """
     return bool(_TRAINED.search(name)) and not name.endswith("expert_bias")
 
@@ -373,7 +375,7 @@ def output_of(side: Side, name: str) -> str:
 
 
 def far(one: float, two: float) -> float:
-    """Return the relative difference of two numbers; 0 if both are NaN, infinity if only one is finite."""
+    """Return the relative difference of two numbers; return 0 if both are NaN, and infinity if only one is finite."""
     if one == two or (math.isnan(one) and math.isnan(two)):
         return 0.0
     error = abs(one - two) / max(abs(one), abs(two))

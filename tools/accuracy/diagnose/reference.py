@@ -75,8 +75,9 @@ def _with_adapters(kept: Arrays, recipe: Recipe) -> Arrays:
 
 
 def outputs_of(side: Side, kept_in: str = START) -> tuple[int, Arrays, dict[str, int], str]:
-    """Return (step, module -> output in NumPy, router -> number of tokens with tied scores, ""), or (0, {}, {},
-    reason). The file `kept_in` holds weights and batch: of the first recorded step since the last resume or, for `END`,
+    """Return four values: the number of the step, each module's output (computed in NumPy), for each router the number
+    of tokens with tied scores, and "". If the outputs cannot be computed, return (0, {}, {}, reason). The file
+    `kept_in` holds the weights and the batch of the first recorded step since the last resume or, if the file is `END`,
     of the last step.
     """
     file = side.folder / kept_in

@@ -1,6 +1,7 @@
 """This module compares two dumps tensor by tensor, in the order of execution, by the tolerances of Table 2 of the
-TeleChat3-MoE report, and names the usual cause of the earliest difference, from which all later ones may follow. In
-each step the weights come first, then the batch, the forward pass and the backward pass.
+TeleChat3-MoE report, and names the usual cause of the earliest difference, which may have caused all later differences.
+Within a step, the tensors of the weights come first, followed by those of the batch, the forward pass and the backward
+pass.
 
 A difference in the first step has arisen before any update. If a later step is the first to differ, the optimizer has
 moved weights, or the code between two steps has moved a state.
@@ -51,8 +52,8 @@ THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the inter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
-    """Return for each phase the earliest finding: that of the earliest step, within this step of the earliest call, and
-    within this call of the first rank.
+    """Return the earliest finding of each phase. Findings are ordered by step, within a step by call, and within a call
+    by rank.
     """
     found: dict[str, Row | None] = dict.fromkeys(PHASES)
     for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
@@ -350,9 +351,10 @@ def finding_text(row: Row) -> str:
 def compare_dumps(
     golden: Dump, bench: Dump, promoted: bool = False, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Report:
-    """Compare two dumps tensor by tensor. With `promoted` the golden side may have computed in a wider type (report
-    section 3.1 (1)); `progress` is called with the number of compared and of all tensors. Raise DataError if the dumps
-    are not of the same kind, if one is broken, or if neither holds a tensor.
+    """Compare two dumps tensor by tensor. If `promoted` is True, a tensor whose data type is wider in `golden` than in
+    `bench` is not reported as a difference (TeleChat3-MoE report, section 3.1 (1)). `progress` is called with two
+    numbers: how many tensors have been compared, and how many there are. Raise DataError if the dumps are not of the
+    same kind, if one dump is broken, or if neither dump holds a tensor.
     """
     check_alike(golden, bench)
     found: list[Pair] = []

@@ -67,7 +67,9 @@ ErrorOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Scale:
-    """A `Scale` is a factor that all elements of a tensor share; `error` is the distance of its interval from 1."""
+    """A `Scale` is a factor that all elements of a tensor share; `error` is the distance from 1 of the interval in
+    which this factor lies.
+    """
 
     factor: float
     error: float
@@ -75,8 +77,9 @@ class Scale:
 
 
 def scaled(found: Measured, golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor by which all values of two .npy files differ; None if it is within the tolerance. The files are
-    read again only if the sums in `found`, the result of `measure`, exceed the smallest tolerance.
+    """Return the factor by which all values of two .npy files differ; return None if the factor differs from 1 by no
+    more than the tolerance. The files are read again only if the sums in `found`, the result of `measure`, exceed the
+    smallest tolerance.
     """
     floor, sigmas = systematic(dtype)
     error = distance(found.sums)
@@ -243,8 +246,8 @@ def filled(item: Item) -> int:
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     """Return the largest relative difference between the statistics (max, min, mean, L2 norm) of a tensor in two dumps;
-    inf if a statistic differs and is not finite. If a mask has filled the tensor with huge values of one sign, the
-    error of the largest value of the other sign is relative to this value itself.
+    return inf if a statistic differs and is not finite. If a mask has filled the tensor with huge values of one sign,
+    the error of the largest value of the other sign is relative to this value itself.
     """
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
@@ -267,8 +270,8 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """Return the factor between a tensor's L2 norms in two dumps; None if it is within the tolerance, which follows
-    from that of single elements.
+    """Return the factor between a tensor's L2 norms in two dumps; return None if the factor is within the tolerance of
+    a norm, which follows from the tolerance of single elements.
     """
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]

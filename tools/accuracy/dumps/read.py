@@ -158,7 +158,7 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...]]:
 
 def pieces(*files: NpyFile) -> Iterator[tuple[np.ndarray, ...]]:
     """Read up to four .npy files of equal size together: yield one tuple after another with the next piece of each
-    file. A tuple is valid only until the next one is read, because both are in the same memory.
+    file. A tuple is valid only until the next tuple is read, because all tuples use the same memory.
     """
     if not hasattr(_own, "buffers"):
         _own.buffers = [np.empty(BUFFER, np.uint8) for _ in range(4)]

@@ -181,7 +181,8 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
-    """Write the comparison into compare.json, rows.csv and, with `page`, compare.html; otherwise remove an older page.
+    """Write the comparison into compare.json and rows.csv. If `page` is True, also write compare.html; if not, remove
+    the compare.html of an earlier comparison.
 
     Older files stay until all new ones are written beside them. compare.json gets its name last, so that the files
     beside it always belong to it, also after an interruption.

@@ -143,7 +143,7 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Return whether a parameter is trained, or may be."""
+        """Return whether a parameter is trained; return True if the dumps do not say which parameters are trained."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -171,7 +171,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` holds the two dumps' entries for one tensor; None for a dump that lacks it."""
+    """A `Pair` holds the entries of two dumps for one tensor; the entry of a dump that lacks the tensor is None."""
 
     step: int
     rank: int
@@ -182,15 +182,15 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """Return the call and the tensor in the golden dump or, if it lacks them, in the other."""
+        """Return the call and the tensor in the golden dump or, if the golden dump lacks them, in the other dump."""
         side = self.golden or self.bench
         assert side is not None
         return side
 
 
 def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
-    """Yield a pair for each tensor of a step in the order of the golden dump's calls. Calls that only the other dump
-    has come after the common call that precedes them.
+    """Yield a pair for each tensor of a step in the order of the golden dump's calls. If only the other dump has a
+    call, the pairs of this call follow those of the last call before it that both dumps have.
     """
     counter = Counter(golden)
     for order, (want, got) in enumerate(_aligned(golden, bench)):
@@ -224,7 +224,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """Return the judgement of one tensor or plain value; None for plain values that are equal."""
+    """Return the judgement of one tensor or plain value; return None for plain values that are equal."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -271,7 +271,9 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """Return the type by which a tensor is judged: its 16-bit type in either dump, otherwise "float32"."""
+    """Return the data type by which a tensor is judged: the 16-bit type that it has in one of the dumps, or "float32"
+    if it has no 16-bit type.
+    """
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

@@ -1,5 +1,5 @@
 """This module checks whether the optimizer made the same updates in two dumped runs. The weights themselves do not show
-a wrong update, because a step changes a weight by a thousandth of its size or less.
+a wrong update, because a step usually changes a weight by a thousandth of its size or less.
 
 **From dumped values**, let u be the update of GOLDEN, d the update of BENCH minus u, and w the weight before the step,
 with L2 norms over the parameter. Two conditions are checked:
@@ -90,7 +90,9 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """Return a lower bound on the largest change of an element in an update; 0 without statistics."""
+    """Return a lower bound on the largest change of an element in an update of a weight; return 0 if the dump has no
+    statistics of the weight.
+    """
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -102,8 +104,9 @@ def size_of(before: Item, after: Item) -> float:
 def judge_statistics(
     golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
 ) -> Seen:
-    """Compare the updates of one weight by its statistics before and after; `size` is the size of an element in the
-    update of the median weight, and `gradient_error` is 0 if the gradients' statistics are the same.
+    """Compare the updates of one weight in two runs, from the weight's statistics before and after the step. `size` is
+    the median, over the weights of this step and rank, of a lower bound on the largest change of an element
+    (`size_of`). `gradient_error` is 0 if the statistics of the gradients are the same in both runs.
     """
     numbers = [_numbers(item) for item in (*golden, *bench)]
     if any(each is None for each in numbers):
@@ -304,7 +307,9 @@ def _decay(grown: float) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """A `Moved` compares one weight's update in two dumps from all values, where u, d and v are as above."""
+    """A `Moved` compares one weight's update in two dumps that hold all values; the module's docstring defines u, d and
+    v.
+    """
 
     update: float  # |u|
     weight: float  # |w|
@@ -317,7 +322,7 @@ class Moved:
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
-    """Compare an update in two runs; the errors are inf if only the second run changed the weight."""
+    """Compare an update of a weight in two runs; the errors are infinite if only the second run changed the weight."""
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
     farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|

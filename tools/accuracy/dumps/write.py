@@ -1,6 +1,7 @@
-"""This module writes a dump of tensors. It writes tc3_dump.json, with complete = false until all files are on disk. It
-lets msprobe (distribution mindstudio-probe) write the calls of each step. It writes the weights after the last step,
-and at msprobe's levels L1 and L2 also the weights before each step.
+"""This module writes a dump of tensors. The module writes the file tc3_dump.json, in which `complete` is false until
+all files of the dump are on disk. The module lets msprobe (distribution mindstudio-probe) write the calls of each step.
+The module itself writes the weights after the last step, and at msprobe's levels L1 and L2 also the weights before each
+step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def claim(folder: Path) -> None:
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `tc3_dump.json`, None without it; raise DataError if it is damaged."""
+    """Return the content of `tc3_dump.json`; return None if this file does not exist, and raise DataError if it is
+    damaged.
+    """
     file = folder / MARKER
     if not file.exists():
         return None
@@ -65,7 +68,9 @@ def stated(folder: Path) -> dict[str, Any] | None:
 def refuse_parts(
     folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]], stated: dict[str, Any]
 ) -> None:
-    """Raise DataError if a dump lacks steps or ranks, because two dumps that lack the same ones would seem equal."""
+    """Raise DataError if a dump lacks steps or ranks, because two dumps that lack the same steps or ranks would seem
+    equal.
+    """
     steps, workers, level = (stated.get(name) for name in ("steps", "workers", "level"))
     if not (isinstance(steps, int) and isinstance(workers, int)):
         return
@@ -112,7 +117,9 @@ def use_numpy_statistics() -> None:
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:
-    """Return max, min, mean and L2 norm; for booleans only max and min; for an empty array an empty tuple."""
+    """Return the maximum, minimum, mean and L2 norm of an array; return only maximum and minimum for booleans, and an
+    empty tuple for an empty array.
+    """
     if not values.size:
         return ()
     if values.dtype == np.bool_:
@@ -122,8 +129,9 @@ def statistics(values: np.ndarray) -> tuple[Any, ...]:
 
 
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
-    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout, bfloat16 as
-    float32, and whether each is trained. Weights that MindSpore makes only when it compiles are left out.
+    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`) in msprobe's layout, and record
+    whether each parameter is trained; bfloat16 values are written as float32. Weights that MindSpore makes only when it
+    compiles are left out.
     """
     import mindspore as ms
 

@@ -67,7 +67,8 @@ if TYPE_CHECKING:
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write the folders of the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
+    help="Write the folders of the training runs into this folder.  "
+    "[default: output/equivalence/<the recipe's folder>-<the recipe's name>]",
 )
 @click.option("--dry-run", is_flag=True, help="List the training runs that the command would start, and start no run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

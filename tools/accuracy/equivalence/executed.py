@@ -230,7 +230,7 @@ class ExecutedRuns(Runs):
         return compare_executed(self.trained(name, sharding), reference, sharding)
 
     def trained(self, name: str, sharding: Sharding) -> Trained:
-        """Return the results of a layout, trained once; raise RunFailedError if it fails."""
+        """Return the results of the training in a layout, which runs only once; raise RunFailedError if it fails."""
 
         def run() -> Trained:
             recipe = derive_sharded(self.base, sharding, self.steps, self.corpus(sharding.sample))

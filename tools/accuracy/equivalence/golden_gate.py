@@ -1,6 +1,6 @@
-"""This module compares new trainings with the golden numbers of `tests/golden/NAME.json`; the commit that changes them
-says why. Losses and norms are compared by Table 2 of the TeleChat3-MoE report, because processors sum in different
-orders; the samples must be equal.
+"""This module compares new trainings with the golden numbers of `tests/golden/NAME.json`; a commit that changes golden
+numbers states the reason. Losses and norms are compared by Table 2 of the TeleChat3-MoE report, because processors sum
+in different orders; the samples must be equal.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def recorded(folder: Path, recipe: str) -> str:
 
 
 def owner(file: Path, recipe: str) -> str:
-    """Return the recipe to which a golden file belongs if this is not the given recipe, otherwise ""; recipes of one
-    name share a file. Raise DataError if the file does not hold golden numbers.
+    """Return the recipe to which a golden file belongs if it is not the given recipe, but another one that has the same
+    golden file; otherwise return "". Raise DataError if the file does not hold golden numbers.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -93,7 +93,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_golden(file: Path) -> dict[str, Any]:
-    """Return a golden file's numbers by the names of runs; raise DataError if it holds none."""
+    """Return a golden file's numbers by the names of runs; raise DataError if the file holds no golden numbers."""
     return _content(file)["runs"]
 
 

@@ -1,5 +1,5 @@
-"""This module compares every parallel strategy that a CPU can run with one worker, and shows the results (the
-equivalence matrix) on a terminal, as JSON and as HTML.
+"""This module compares trainings under parallel strategies that run on CPU with trainings in one process, and shows the
+results (the equivalence matrix) on a terminal, as JSON and as HTML.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Matrix:
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """Return the strategies whose names or kinds are in `names`; without names, all except most of those that are
-    executed as a sharded graph, each of which takes minutes.
+    """Return the strategies whose names or kinds are in `names`; without names, return all trained strategies, and only
+    a few of the strategies that are executed as a sharded graph, because each of these takes minutes.
 
     With `base`, the recipe from `one_worker`, rows that need what its model lacks have a reason. With `drawn`, the
     arguments of `draw_cases`, layouts are drawn, too, or only the named ones of them. Raise RecipeError for an unknown
@@ -162,7 +162,9 @@ def equivalence(
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return why `tc3 train` would refuse a strategy's recipe (such as 7 experts on 2 ranks); "" if it would not."""
+    """Return why `tc3 train` would refuse a strategy's recipe (such as 7 experts on 2 ranks); return "" if it would
+    accept the recipe.
+    """
     errors = check_recipe(recipe).errors
     return f"this recipe cannot be trained so: {errors[0].words}" if errors else ""
 
@@ -171,7 +173,7 @@ class _Runner(Runs):
     """A `_Runner` trains variants of one recipe, each once: baselines when they are first needed."""
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Return the results of a variant, trained once; raise RunFailedError if it failed."""
+        """Return the results of the training of a variant, which runs only once; raise RunFailedError if it failed."""
         return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self) -> list[Row]:

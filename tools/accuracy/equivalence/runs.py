@@ -63,7 +63,9 @@ class Trained:
 
 @dataclass
 class Runs:
-    """A `Runs` holds the trainings of one recipe by name; each runs once, when it is first needed."""
+    """A `Runs` holds the trainings of one recipe by name; each training runs only once, when its results are first
+    needed.
+    """
 
     base: Recipe  # the recipe that `one_worker` returned
     steps: int
@@ -75,8 +77,8 @@ class Runs:
     word = "training"
 
     def once(self, name: str, make: Callable[[], Trained]) -> Trained:
-        """Return the results of a training, which `make` runs in the first call. Raise RunFailedError if it failed, in
-        this call or an earlier one, or if its record cannot be read.
+        """Return the results of a training, which `make` runs in the first call. Raise RunFailedError if the training
+        failed, in this call or an earlier one, or if its record cannot be read.
         """
         if name in self.failures:
             raise self.failures[name]
@@ -98,7 +100,7 @@ class Runs:
 
 
 def callbacks_of(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return copies of a recipe's callbacks whose loss monitor reports every step."""
+    """Return copies of a recipe's callbacks, changed so that the loss monitor reports every step."""
     named = recipe.get("callbacks") or MONITORS
     return [each | {key: 1 for key in each if key == "per_print_times"} for each in named]
 
@@ -143,7 +145,9 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
 
 
 def launch(recipe: Recipe, run_dir: Path) -> None:
-    """Train a recipe, written beside `run_dir`, by `tc3 train` into `run_dir`; raise RunFailedError if it fails."""
+    """Write a recipe beside `run_dir`, and train it by `tc3 train` into `run_dir`; raise RunFailedError if the training
+    fails.
+    """
     run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")

@@ -90,14 +90,14 @@ class Sharding:
     @property
     def node(self) -> int:
         """Return the number of expert-parallel ranks on a simulated node for hierarchical_ep: all ranks in the mode
-        "global", otherwise the largest number that gives at least two equal nodes.
+        "global", and in other modes the largest number that gives at least two equal nodes.
         """
         whole = self.mode == "global"
         return self.ep if whole else max(size for size in range(1, self.ep) if self.ep % size == 0)
 
     @property
     def alone(self) -> Sharding:
-        """Return the same model in one process."""
+        """Return the `Sharding` with which one process trains the same model."""
         same = {name: getattr(self, name) for name in MODEL}
         parts = RAMP_PARTS if self.ramp else 1
         return Sharding(**same, accumulate=parts if self.accumulate else 0)
@@ -136,7 +136,7 @@ class Sharding:
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Return why `batch` samples cannot be divided among ranks and micro-batches; "" if they can."""
+        """Return why `batch` samples cannot be divided among ranks and micro-batches; return "" if they can."""
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -147,8 +147,8 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
     """Return a recipe that trains the first `steps` steps of `base` (from `one_worker`) as a sharded graph on a
-    Megatron corpus. It saves a checkpoint after each step, from which gradients and optimizer state can be read; the
-    first learning rate is 0, so that the first checkpoint holds the initial weights.
+    Megatron corpus. The returned recipe saves a checkpoint after each step, from which gradients and optimizer state
+    can be read; its first learning rate is 0, so that the first checkpoint holds the initial weights.
     """
     recipe = copy.deepcopy(base)
     batch = recipe["runner_config"]["batch_size"]

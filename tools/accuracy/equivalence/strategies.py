@@ -69,7 +69,7 @@ class Case:
     sharding: Sharding | None = None
 
     def lacks(self, model: Mapping[str, Any], optimizer: str = "AdamW") -> str:
-        """Return what this strategy needs and the recipe lacks, as a reason; "" if nothing is missing."""
+        """Return what this strategy needs and the recipe lacks, as a reason; return "" if nothing is missing."""
         if self.variant and optimizer == MUON:
             return ONLY_SHARDED
         experts = bool((self.variant and self.variant.mode) or (self.sharding and self.sharding.moe))

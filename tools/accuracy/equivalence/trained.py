@@ -97,7 +97,9 @@ class At(NamedTuple):
         return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
 
     def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
-        """Return the comparison of two numbers, relative to `of` (default: `want`); inf if one is not finite."""
+        """Return the comparison of two numbers; the error is relative to `of` (default: `want`), and infinite if one of
+        the numbers is not finite.
+        """
         got, want = (np.nan if value is None else value for value in (got, want))
         finite = np.isfinite(got) and np.isfinite(want)
         error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
@@ -194,7 +196,9 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
 
 
 def other_length(run: Trained, reference: Trained) -> Comparison | None:
-    """Return the comparison of two trainings of different lengths; otherwise None."""
+    """Return a comparison that fails if two trainings have different numbers of steps; return None if the numbers are
+    equal.
+    """
     if len(run.steps) == len(reference.steps):
         return None
     detail = f"the number of steps is {len(run.steps)}, but must be {len(reference.steps)}"
@@ -218,14 +222,14 @@ def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
 
 
 def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each weight that starts with other values."""
+    """Yield a finding for each weight whose initial values differ."""
     for name in shared(run, reference, START):
         if not np.array_equal(run.state[START + name], reference.state[START + name]):
             yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
 
 
 def rates(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Yield a finding for each step with another learning rate."""
+    """Yield a finding for each step in which the learning rates differ."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         one, two = (math.nan if (rate := each["learning_rate"]) is None else rate for each in (mine, theirs))
         if not math.isclose(one, two, rel_tol=1e-6):
@@ -280,8 +284,8 @@ def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
 
 
 def mean_tolerance(tokens: int) -> float:
-    """Return the tolerance of a mean over `tokens` tokens: that of Table 2 for their sum, divided by the root of
-    `tokens`, because the errors of single tokens partly cancel.
+    """Return the tolerance of a mean over `tokens` tokens. It is the tolerance of the sum (Table 2 of the TeleChat3-MoE
+    report), divided by the root of `tokens`, because the errors of single tokens partly cancel.
 
     At the start of training a loss hardly depends on the model (it is the logarithm of the vocabulary size), so the
     full tolerance of Table 2 would hide a wrong mask.
@@ -290,8 +294,8 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
-    """Yield comparisons of the last moments and averages, and of each weight's total change, for sums over `tokens`
-    terms.
+    """Yield comparisons of the last moments and averages, and of each weight's total change; the tolerances are those
+    of sums over `tokens` terms.
     """
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     rate = sum(step["learning_rate"] for step in reference.steps)
@@ -319,8 +323,8 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Findin
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """Return, for each element of a weight, the largest error that errors of its gradients within the tolerance of
-    Table 2 can cause.
+    """Return, for each element of a weight, the largest error that can arise if the element's gradients have errors
+    within the tolerance of Table 2 (TeleChat3-MoE report).
 
     AdamW divides a gradient g by its own size, so an error e of g changes an update by up to 2 * e / |g| of the
     learning rate; below its error, noise decides the sign of the update. As in `judge`, e is relative to |g| or to the

@@ -65,7 +65,9 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Return whether no check of an operator failed; None if no operator could run here, so that it is unknown."""
+        """Return whether no check of an operator failed; return None, which means unknown, if no operator could run
+        here.
+        """
         if self.with_status(FAIL):
             return False
         return True if self.with_status(PASS) else None
@@ -91,7 +93,7 @@ class Report:
 
 
 def status_of(rows: list[Row]) -> str:
-    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, otherwise PASS."""
+    """Return FAIL if a check failed, NOT_RUNNABLE if the forward pass did not run here, and PASS in all other cases."""
     if any(row.status == FAIL for row in rows):
         return FAIL
     return NOT_RUNNABLE if rows[0].status == NOT_RUNNABLE else PASS

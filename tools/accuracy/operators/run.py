@@ -31,8 +31,8 @@ PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
-    """Return the values, in which magnitudes below `bound` are replaced by `bound`; each value keeps its sign, also
-    zero.
+    """Return the values, in which magnitudes below `bound` are replaced by `bound`; each value, also a zero, keeps its
+    sign.
     """
     return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
 
@@ -141,7 +141,9 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
-    """Return a row for each check of an operator in one type; with `reruns=1` reruns are not compared."""
+    """Return a row for each check of an operator in one data type. If `reruns` is 1, the operator runs only once, and
+    the check that compares its reruns is left out.
+    """
     rows: list[Row] = []
     for shape in spec.shapes:
         rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed))

@@ -47,7 +47,9 @@ def _summary(name: str, array: Array) -> list[float]:
 
 
 def read_shipped(file: Path = FILE) -> dict[str, Any]:
-    """Return the "made" (a date), "numpy" (a version) and "results" of a file; raise DataError if it holds none."""
+    """Return the values of the keys "made" (a date), "numpy" (a version) and "results" in a file of golden results;
+    raise DataError if the file holds no golden results.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         content["results"].keys()

@@ -56,13 +56,13 @@ class Forward:
         return self._note(f"{where}.output", hidden + self.transform(layer, hidden))
 
     def read(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the attention sublayer (norm, then attention) of x [B, S, h]."""
+        """Return the output of the attention sublayer (norm, then attention) for x [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"model.{where}.input_layernorm", x))
         return self._note(f"{where}.attention", self.attention(layer, normed))
 
     def transform(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Return the feed-forward sublayer (norm, then MLP or experts) of x [B, S, h]."""
+        """Return the output of the feed-forward sublayer (norm, then MLP or experts) for x [B, S, h]."""
         where = f"layers.{layer}"
         normed = self._note(f"{where}.post_norm", self.norm(f"model.{where}.post_attention_layernorm", x))
         mlp = self.experts if self.sizes.is_moe(layer) else self.dense
@@ -123,8 +123,8 @@ class Forward:
         return scale * (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
-        """Return x [B, S, N, D] with its neighbouring pairs rotated by RoPE: first the first elements of all pairs,
-        then the second elements.
+        """Return x [B, S, N, D] after RoPE has rotated each pair of neighbouring elements; the result holds the first
+        elements of all pairs, followed by the second elements.
         """
         angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
         even, odd = x[..., 0::2], x[..., 1::2]

@@ -66,12 +66,14 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """Return the first step (from 1) whose learning rate is not 0; earlier ones change no weight."""
+        """Return the first step (from 1) whose learning rate is not 0; earlier steps change no weight."""
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """Return AdamW's parameters and the rates of `steps` steps; raise RecipeError for what the reference lacks."""
+    """Return AdamW's parameters and the learning rates of `steps` steps; raise RecipeError for a setting that the
+    reference does not support.
+    """
     optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
     if optimizer["type"] != "AdamW":
         raise RecipeError(
@@ -99,7 +101,9 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
 
 
 def rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step (from 0); raise RecipeError for a schedule that the reference lacks."""
+    """Return the learning rate of a step (from 0); raise RecipeError for a schedule that the reference does not
+    support.
+    """
     kind = schedule["type"]
     if kind not in SCHEDULES:
         raise RecipeError(

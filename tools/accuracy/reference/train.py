@@ -1,5 +1,5 @@
 """This module trains Hugging Face's DeepseekV3ForCausalLM with MTP layers, counts of the tokens of each expert, and a
-trace of every module's output. It needs torch and transformers.
+trace of every module's output. The module needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -254,7 +254,9 @@ def single_steps(
 def differentiate(
     reference: Reference, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> tuple[dict[str, float], float]:
-    """Return the parts of a batch's loss, and the global gradient norm; weights then hold their gradients."""
+    """Return the parts of a batch's loss, and the global gradient norm. After the call, each weight of the model holds
+    its gradient.
+    """
     optimizer.zero_grad()
     losses = reference.losses(batch)
     losses["loss"].backward()
@@ -269,7 +271,9 @@ def differentiate(
 def step(
     reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
 ) -> None:
-    """Clip the gradients, update the weights, and update the routers' biases (`move_bias`, with `loads` if given)."""
+    """Clip the gradients, update the weights, and update the routers' biases (by `move_bias`, which uses `loads` if
+    they are given).
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:

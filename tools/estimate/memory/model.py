@@ -125,9 +125,8 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def update_gradients(config: Configuration, counted: Iterable[tuple[Weight, int]]) -> list[tuple[float, float]]:
-    """Return for the trained ones of some weights, which are given with their numbers, the bytes of the divided
-    gradients, and of an accumulated gradient, as `updating` takes them; return [] where the update makes no new
-    tensors.
+    """Return for each trained weight in a list of (weight, number of such weights) the bytes of the divided gradients
+    and of an accumulated gradient, in the form that `updating` takes. Return [] if the update makes no new tensors.
     """
     if not config.training_graph or _at_once(config):
         return []

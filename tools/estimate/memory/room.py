@@ -175,8 +175,8 @@ def room_of(
 
 
 def require_on_device(option: str, gib: float | None, hardware: Hardware) -> None:
-    """Raise an error if the value of an option, in GiB, is more memory than a device has. Other commands would not take
-    such a limit from the recipe either.
+    """Raise an error if the value of an option, in GiB, is more memory than a device has. (If a recipe has a limit
+    above the device's memory, `room_of` does not use this limit either.)
 
     Raises:
         RecipeError: the message names the memory of the device.

@@ -1,5 +1,5 @@
-"""This module reads a file of published measurements, and converts each row to a `Configuration`. If a row cannot be
-expressed as a configuration, the module keeps the reason.
+"""This module reads a file of published measurements, and converts each row to a `Configuration`. If a row of
+measurements cannot be expressed as a configuration, the module keeps the reason.
 
 The `config` block of a row has one of three kinds: explicit dimensions, the name of a public model (models.yaml), or
 the files that MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave many values out. The settings

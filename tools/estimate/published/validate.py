@@ -154,7 +154,8 @@ def _number(measured: Mapping[str, Any], name: str) -> bool:
 
 def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
     """Return the number of predictions ("rows") and the "mean" and "worst" absolute error, for all measurements
-    together, for each device and for each group. Only rows to which efficiencies are fitted count.
+    together, for each device and for each group. Only those rows of measurements count to which efficiencies are
+    fitted.
     """
     groups: dict[str, list[float]] = {"all": []}
     for prediction in predictions:

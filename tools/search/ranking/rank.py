@@ -67,8 +67,8 @@ class Ranking:
     near: Ranking | None = None
 
     def admit(self, fitting: Mapping[Ranked, tuple[float, float]], request: Request) -> None:
-        """Take those candidates of `near` for which a fitting layout was found among the other candidates, and no
-        longer count them as dropped.
+        """Move the candidates of `near` for which a layout that fits was found to the other candidates, and no longer
+        count these candidates as dropped.
 
         Args:
             fitting: the seconds of a step and the peak bytes of the layout of each candidate that fits.
@@ -345,8 +345,8 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """Return in words how much memory the run would need to be allowed so that at least one strategy fits, or that a
-    device of the cluster has less memory than this.
+    """Return in words the smallest value of --memory with which a strategy with balanced layers fits. If a device of
+    the cluster has less memory than this value, say instead that no value is enough.
     """
     gib = -(-(least.peak / (1 - request.margin) + request.reserve) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB

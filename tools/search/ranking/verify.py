@@ -73,8 +73,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A `Wrong` is a part of the predicted memory that a dry run contradicts. It holds the bytes of this part on the
-    stage where they differ the most: as predicted, and as counted from the compiled graphs.
+    """A `Wrong` is a part of the predicted memory that a dry run contradicts. A `Wrong` holds the predicted bytes of
+    this part and the bytes that were counted from the compiled graphs, both on the stage where these two numbers differ
+    the most.
     """
 
     layout: str
