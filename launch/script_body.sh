@@ -46,13 +46,20 @@ check_master() {
         fail "$MASTER_ADDR is $address on this node: set MASTER_ADDR to an address that the other nodes reach"
 }
 
+# Fail, and leave nothing of this start in RUN_DIR.
+refuse() {
+    [ -z "$LOCKED" ] || rm -f "$LOCKED/.lock"
+    [ -z "$MADE" ] || rmdir "$RUN_DIR" 2>/dev/null || true
+    fail "$@"
+}
+
 # Lock a folder as tc3 does (tools/files/locks.py): two runs that write one folder spoil each other. The lock is held until
 # this script and msrun have ended, also when they are killed.
 lock() {
     local folder=$1 key=$2 file=$1/.lock code pid='' host=''
     while true; do
-        mkdir -p "$folder" 2>/dev/null || fail "$folder: this folder cannot be made"
-        { exec {LOCK}>>"$file"; } 2>/dev/null || fail "$folder: nothing can be written into this folder"
+        mkdir -p "$folder" 2>/dev/null || refuse "$folder: this folder cannot be made"
+        { exec {LOCK}>>"$file"; } 2>/dev/null || refuse "$folder: nothing can be written into this folder"
         code=0
         flock -n "$LOCK" || code=$?
         [ "$code" -eq 1 ] || [ ! "$file" -ef "/proc/$$/fd/$LOCK" ] || break
@@ -60,14 +67,12 @@ lock() {
         [ "$code" -eq 1 ] || continue # a start that failed has removed the file meanwhile
         read -r pid host <"$file" || true
         [ "$host" != "$(uname -n)" ] || host=
-        [ -z "$LOCKED" ] || rm -f "$LOCKED/.lock"
-        [ -z "$LOCKED" ] || rmdir "$LOCKED" 2>/dev/null || true
         pid=${pid:+pid $pid${host:+ on $host}}
-        fail "$folder: a run is in progress in this folder (${pid:-agents of tc3 agent}); choose another $key"
+        refuse "$folder: a run is in progress in this folder (${pid:-agents of tc3 agent}); choose another $key"
     done
     [ "$code" -eq 0 ] ||
         echo "note: $folder: this folder cannot be locked here (flock: exit code $code): start no second run in it" >&2
-    printf '%s %s' "$$" "$(uname -n)" 2>/dev/null >"$file" || fail "$folder: nothing can be written into this folder"
+    printf '%s %s' "$$" "$(uname -n)" 2>/dev/null >"$file" || refuse "$folder: nothing can be written into this folder"
     LOCKED=$folder
 }
 
@@ -117,9 +122,11 @@ check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3
 [ -f "$RECIPE" ] || fail "no $RECIPE on this node: every node needs the recipe there"
+MADE=$([ -d "$RUN_DIR" ] || echo yes)
 mkdir -p "$RUN_DIR" 2>/dev/null || fail "$RUN_DIR: this folder cannot be made"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
-# The first node locks for all nodes.
+LOG_DIR=$RUN_DIR/logs/node_$RANK
+# The first node locks for all nodes; any other one locks its logs, because its msrun would overwrite those of a run.
 LOCKED=
 if [ "$RANK" -eq 0 ]; then
     lock "$RUN_DIR" RUN_DIR
@@ -128,8 +135,9 @@ if [ "$RANK" -eq 0 ]; then
     elif ! [ "$SAVE_PATH" -ef "$RUN_DIR" ]; then
         lock "$SAVE_PATH" checkpoint.save_path
     fi
+else
+    lock "$LOG_DIR" RUN_DIR
 fi
-LOG_DIR=$RUN_DIR/logs/node_$RANK
 mkdir -p "$LOG_DIR"
 
 # An activated environment comes first; without one, the checkout's own. msrun starts the first `python` on PATH.

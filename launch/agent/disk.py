@@ -318,8 +318,8 @@ def while_reading(folder: Path, patience: float, what: Callable[[], Answer]) -> 
     return.
 
     Raises:
-        LostDiskError: the thread has used no processor time for `patience` seconds, so a read hangs. Time in which this
-            process was stopped does not count.
+        LostDiskError: the thread has used no processor time for `patience` seconds, so the disk hangs. Time in which
+            this process was stopped does not count.
     """
     call, clock = _Call(what), queue.SimpleQueue[int]()
 
@@ -337,7 +337,7 @@ def while_reading(folder: Path, patience: float, what: Callable[[], Answer]) -> 
             quiet = 0.0
         if quiet > patience:
             raise LostDiskError(
-                f"{folder}: the disk of the checkpoints does not respond (a read has not returned for {patience:g} s)"
+                f"{folder}: the disk of the checkpoints does not respond (no answer for {patience:g} s)"
             )
     if call.error:
         raise call.error

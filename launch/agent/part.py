@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launch.agent.disk import LostDiskError
 from launch.agent.lookout import Around, Link, Lookout
 from launch.agent.meeting import Meeting
 from launch.agent.phases import Limits, Phases
-from launch.agent.planning import Job, follow, logs_of, recipe_of
+from launch.agent.planning import Job, follow, logs_of, read_saves, recipe_of
 from launch.resume import checkpoints
 from launch.run.compile_cache import CompileCache, prepare
 from launch.run.cores import Cores, of_launch
@@ -127,7 +128,7 @@ class Part:
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:
         """Start the workers, wait for their end and return the outcome; the lookout already gives signs of life."""
         assert self.lookout
-        follow(self.job, self.plan)
+        read_saves(self.job, partial(follow, self.job, self.plan))
         command = command_of(self.job, self.plan)
         cache = self._cache(recipe, ranks)
         for sentence in (*command.cores.said, *filter(None, [cache.said])):

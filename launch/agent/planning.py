@@ -316,13 +316,13 @@ def make_plan(
 
 
 def read_saves(job: Job, what: Callable[[], Answer], limit: float | None = None) -> Answer:
-    """Return what the function `what` returns, which reads checkpoints of the run.
+    """Return what the function `what` returns, which reads or renames checkpoints of the run.
 
     Args:
         limit: of a node that leaves, the seconds after which a read that has not returned is given up.
 
     Raises:
-        LostDiskError: a read has not returned for `limit` seconds or, in a watchful run, for as long as hosts are
+        LostDiskError: the disk has not answered for `limit` seconds or, in a watchful run, for as long as hosts are
             waited for.
     """
     patience = job.patience if job.watchful else math.inf

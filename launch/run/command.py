@@ -28,7 +28,14 @@ from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, Size, checked_recipe, effective_recipe, fitted_to_conversations
 from launch.run.msrun import check_port, optimizer_environment
 from launch.run.script import Launch, in_checkout, launch_script
-from launch.run.summary import TrainingProgress, print_failure, print_summary, summarize, words_to_go_on
+from launch.run.summary import (
+    TrainingProgress,
+    print_failure,
+    print_next_command,
+    print_summary,
+    summarize,
+    words_to_go_on,
+)
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
@@ -328,9 +335,11 @@ def _report(asked: Asked, job: Job, outcome: Outcome) -> None:
     """Print the result of the run: the result on stdout (as JSON or as lines), the details of a failure on stderr."""
     begin, usual = ["tc3", "train", str(asked.recipe), *asked.size.words()], asked.size.run_dir(asked.recipe).absolute()
     resume_command = partial(words_to_go_on, begin, asked.overrides, job.run_dir, job.run_dir != usual, job.recipe)
+    if outcome.code:
+        print_failure(job.run_dir, job.recipe, outcome)
     summary = summarize(job.run_dir, job.recipe, outcome, resume_command, asked.steps)
     if outcome.code:
-        print_failure(job.run_dir, outcome, summary)
+        print_next_command(summary, outcome.failure is not None and outcome.failure.stopped)
     if asked.as_json:
         click.echo(json.dumps(summary))
     elif not outcome.code:

@@ -176,7 +176,7 @@ def summarize(
     takes one more override and a number of steps. See also `_next_command`. `checksums` says whether the newest
     checkpoint is read completely, to verify that it is complete.
     """
-    readings = read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
+    readings = _steps(run_dir, recipe)
     held_out = read_evaluations(run_dir)
     best, unread = _newest(Path(recipe["checkpoint"]["save_path"]), checksums)
     steps, points = sorted(readings.steps), [held_out[step] for step in sorted(held_out)]
@@ -209,6 +209,10 @@ def summarize(
         "picture": _drawn(readings.steps, run_dir / CURVE, held_out) if steps else None,
         "next_command": shlex.join(more) or None,
     }
+
+
+def _steps(run_dir: Path, recipe: Recipe) -> Readings:
+    return read_metrics(run_dir / "metrics" / f"rank_{loss_rank(View(recipe))}.jsonl")
 
 
 def _newest(saves: Path, checksums: bool) -> tuple[CheckpointInfo | None, str | None]:
@@ -368,18 +372,21 @@ def complain(failure: Failure, where: str = "") -> None:
         click.echo(f"    {line}", err=True)
 
 
-def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Print on stderr why a run ended early: what failed, where it failed, and what the user can do."""
+def print_failure(run_dir: Path, recipe: Recipe, outcome: Outcome) -> None:
+    """Print on stderr why an effective recipe's run ended early: what failed, where, and what the user can do.
+
+    Call this function before `summarize`, which may read a checkpoint of terabytes.
+    """
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name
         click.echo(f"tc3: interrupted ({name}); all workers have ended. Logs: {run_dir / 'logs'}", err=True)
     else:
-        after = f" after step {summary['steps']}" if summary["steps"] else " before the first step"
+        last = max(_steps(run_dir, recipe).steps, default=0)
+        after = f" after step {last}" if last else " before the first step"
         complain(failure, "" if failure.stopped or failure.rank is None else after)
     if outcome.left:
         click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)
-    print_next_command(summary, failure is not None and failure.stopped)
 
 
 def print_next_command(summary: dict[str, Any], stopped: bool) -> None:

@@ -61,7 +61,7 @@ def experts() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw the loads of the devices over the recorded steps (.svg or .png).",
+    help="Draw the loads of the devices over the recorded steps to this file (.svg or .png).",
 )
 def report_command(
     run: Path,

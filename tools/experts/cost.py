@@ -268,7 +268,7 @@ class Degrees(click.ParamType):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw a timeline of the computation and communication of one layer (.svg or .png).",
+    help="Draw a timeline of the computation and communication of one layer to this file (.svg or .png).",
 )
 def ep_report(
     recipe: Path,

@@ -79,7 +79,7 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw the HBM traffic of each part of the model before and after fusion (.svg or .png).",
+    help="Draw the HBM traffic of each part of the model before and after fusion to this file (.svg or .png).",
 )
 @unverified_option
 def fusion(

@@ -42,7 +42,7 @@ def ascend_minis(recipe: Recipe, data_path: str, steps: int, counts: Sequence[in
     if view.on_cpu:
         raise RecipeError(
             f"{recipe.source}: context.device_target: this recipe is for a CPU, so no toy-size recipe for Ascend can "
-            "be made of it"
+            "be made of it; give a recipe whose device_target is Ascend"
         )
     if view.packs:
         raise RecipeError(

@@ -285,6 +285,8 @@ class Exporter:
         if status.fullest_expert is not None:
             gauge("router_alarms", "Alarms about routers that are still active", len(status.router_alarms))
         try:
+            # again, because it may be in the folder of the run, which was removed and begun anew
+            self.path.parent.mkdir(exist_ok=True)
             self.client.write_to_textfile(str(self.path), registry)
         except OSError as error:
             reason = error.strerror or error
@@ -309,7 +311,7 @@ def runs() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="Draw a timeline of the runs, including every restart after a failure (.svg or .png).",
+    help="Draw a timeline of the runs, including every restart after a failure, to this file (.svg or .png).",
 )
 @click.option(
     "--measured",

@@ -197,7 +197,8 @@ def search() -> None:
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw a timeline of the forward and backward passes of each pipeline stage under the plan (.svg or .png).",
+    help="Draw a timeline of the forward and backward passes of each pipeline stage under the plan to this file "
+    "(.svg or .png).",
 )
 def pipeline(
     instance: Path,

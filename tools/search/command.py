@@ -182,8 +182,8 @@ class OfGroup(click.Command):
 @click.option(
     "--picture",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot the strategies' step time against their memory, and draw the timeline of the best strategy (.svg or "
-    ".png).",
+    help="Plot the strategies' step time against their memory, and draw the timeline of the best strategy, to this "
+    "file (.svg or .png).",
 )
 @click.option(
     "--verify",

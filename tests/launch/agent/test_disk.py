@@ -17,10 +17,11 @@ from unittest import mock
 import pytest
 
 import launch.agent.disk
-from launch.agent import loop, planning
+from launch.agent import loop, part, planning
 from launch.agent.disk import Disk, LostDiskError
 from launch.agent.lookout import Link, Lookout
 from launch.agent.loop import Agent
+from launch.agent.phases import Limits
 from launch.agent.planning import Job
 from launch.run.failure import Failure
 from launch.run.msrun import ROOT
@@ -268,8 +269,22 @@ def test_a_planner_whose_disk_of_checkpoints_hangs_ends_and_no_longer_seems_to_p
     finally:
         with suppress(OSError):
             os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))
-    words = f"{tmp_path}/checkpoint: the disk of the checkpoints does not respond (a read has not returned for 1 s)"
+    words = f"{tmp_path}/checkpoint: the disk of the checkpoints does not respond (no answer for 1 s)"
     assert said[0] == words and said[1].startswith((words, "attempt 0 cannot start: only "))
+
+
+def test_an_agent_whose_disk_of_checkpoints_hangs_while_it_renames_one_ends(tmp_path, monkeypatch):
+    """Its signs of life went on, so all other agents waited for its workers without end."""
+    hangs = threading.Event()
+    monkeypatch.setattr(part, "follow", lambda job, plan: hangs.wait(60.0))
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
+    recipe["checkpoint"] = {"save_path": str(tmp_path / "checkpoint")}
+    job = Job(recipe, tmp_path, "here", ("here",), watchful=True, patience=0.3)
+    looks = SimpleNamespace(tick=lambda: None)
+    own = part.Part(job, Plan(0, 1.0, ["here"], 2, "here", 9000), SimpleNamespace(), Limits(), lookout=looks)
+    with pytest.raises(LostDiskError, match=r"checkpoint: the disk of the checkpoints .* \(no answer for 0.3 s\)"):
+        own._supervised(recipe, tmp_path, range(2))
+    hangs.set()
 
 
 def test_a_signal_ends_an_agent_that_hangs_while_it_reads_checkpoints_for_its_verdict(tmp_path, monkeypatch):

@@ -136,6 +136,15 @@ def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
     assert json.loads(out)["error"] == "plugins.x: no such plugin"
 
 
+def test_a_failure_is_said_before_a_checkpoint_is_read(train, runs, monkeypatch, capsys):
+    """Who lost patience while terabytes were read never saw which worker had failed, and where."""
+    runs.outcome = Outcome(1, Failure("worker 1 failed with exit code 1", Path("/l/worker_1.log"), rank=1))
+    said = []
+    monkeypatch.setattr("launch.run.summary._newest", lambda *_: said.append(capsys.readouterr().err) or (None, None))
+    assert train("mini/toy.yaml")[0] == 1
+    assert "tc3: worker 1 failed with exit code 1 after step 3\nLog: /l/worker_1.log\n" in said[0]
+
+
 def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, workplace):
     runs.outcome = Outcome(1, Failure("step 3: lm loss is NaN; start over", Path("/l/worker_1.log"), stopped=True))
     flags = ("--set", "lr_schedule.learning_rate=0.5", "--steps", "9")

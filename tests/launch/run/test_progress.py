@@ -21,6 +21,7 @@ from launch.run.summary import (
     complain,
     draw_loss_curve,
     print_failure,
+    print_next_command,
     print_summary,
     summarize,
     words_to_go_on,
@@ -165,11 +166,13 @@ def test_a_checkpoint_that_cannot_be_read_hides_nothing(tmp_path, metrics, monke
     monkeypatch.setattr(plan, "checksum", refused)
     recipe = Recipe({"checkpoint": {"save_path": str(folder.parent)}})
     outcome = Outcome(code, Failure("worker 0 failed", tmp_path) if code else None)
+    if code:
+        print_failure(tmp_path, recipe, outcome)
     summary = summarize(tmp_path, recipe, outcome, lambda *_: ["tc3", "train"])
     assert (summary["exit_code"], summary["steps"], summary["checkpoint"]) == (code, 2, None)
     assert summary["checkpoint_error"].endswith("this path cannot be read (Permission denied)")
     if code:
-        print_failure(tmp_path, outcome, summary)
+        print_next_command(summary, False)
     else:
         print_summary(summary)
     said = capsys.readouterr()

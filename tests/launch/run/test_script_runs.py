@@ -335,10 +335,31 @@ def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
                 process.kill()
     first.communicate(timeout=600)  # msrun has ended
     assert run(one)[0] == 0 and is_left(own)
+    with only_run_in(own / "logs/node_1"):  # as another node of a run locks
+        code, record, err = run(two, "1")
+        assert (code, record) == (2, None) and f"{own}/logs/node_1: a run is in progress in this folder (pid " in err
     with only_run_in(own, together=True):
         assert run(two, "0")[2] == f"error: {own}: a run is in progress in this folder (agents of tc3 agent); " + (
             "choose another RUN_DIR\n"
         )
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_refused_script_leaves_the_run_folder_as_it_was(run, tmp_path, made):
+    """It removed an empty folder of the user, and left its lock where the folder of checkpoints cannot be made."""
+    own, saves = tmp_path / "run dir", tmp_path / "saves"
+    text = generate({**ascend(data_parallel=1), "checkpoint": {"save_path": str(saves)}})
+    if made:
+        own.mkdir()
+    with only_run_in(saves):
+        assert run(text)[0] == 2
+    assert not any(own.iterdir()) if made else not own.exists()
+    (saves / ".lock").unlink()
+    saves.rmdir()
+    saves.touch()
+    code, record, err = run(text)
+    assert (code, record, err) == (2, None, f"error: {saves}: this folder cannot be made\n")
+    assert not any(own.iterdir()) if made else not own.exists()
 
 
 @pytest.mark.slow

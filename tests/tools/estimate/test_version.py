@@ -47,7 +47,7 @@ CHANGES = {
     "tp": [{"tp": 4, "dp": 4}],
     "cp": [{"cp": 2}, {"cp": 2, "ulysses": 2}, {"cp": 3, "ep": 16}],
     "pp": [{"pp": 1, "layers": ((9,),), "recompute": Recompute()}],
-    "ep": [{"ep": 1}, {"ep": 16}],
+    "ep": [{"ep": 1}, {"ep": 16}, {"model": replace(MOE, experts=24), "dp": 12, "ep": 6}],  # 6: some are on two nodes
     "layers": [{"layers": ((3, 2, 2, 2),)}, {"layers": ((3, 3, 3, 0),)}],
     "schedule": [{"schedule": "gpipe"}]
     + [{"schedule": name, **_TWO} for name in ("interleaved_1f1b", "seqsmartvpp", "zero_bubble_v")],

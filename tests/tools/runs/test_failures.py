@@ -1,16 +1,23 @@
 """Causes by the lines that logs hold; who began a failure, and who only fell with it."""
 
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from plugins.errors import DataError
 from tests.tools.runs.builders import Builder
-from tools.runs import attempts
+from tools.runs import attempts, cli
 from tools.runs.attempts import End, Verdict
 from tools.runs.failures import UNKNOWN, diagnose, failures, signatures
 from tools.runs.readings import load_run
 from tools.runs.render import failure_line
+from tools.runs.watch import Watch
 
 ROOT = Path(__file__).parents[3]
 # one line of each row: as printed by MindSpore 2.9.0, MindFormers or this repository, or as the row's source quotes it
@@ -213,3 +220,19 @@ def test_a_killed_worker_is_reported_as_killed_and_not_by_its_warnings(tmp_path)
     line = failure_line(found)
     assert found.name == "signal" and "worker was killed" in line
     assert "hyper_parallel" not in line and "WARNING" not in line and "space" not in line
+
+
+def test_prometheus_goes_on_where_the_folder_of_its_file_went_with_a_run_that_is_begun_anew(tmp_path, monkeypatch):
+    written = SimpleNamespace(
+        write_to_textfile=lambda path, _: Path(path).touch(), CollectorRegistry=list, Gauge=Mock()
+    )
+    monkeypatch.setitem(sys.modules, "prometheus_client", written)
+    Builder(tmp_path / "run", 10).plan()
+    exporter, status = cli.Exporter(tmp_path / "run" / "sub" / "a.prom"), Watch(tmp_path / "run").look()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(DataError, match="cannot be written"):
+        exporter.write(status)
+    assert not (tmp_path / "run").exists(), "a new run would find a folder that is not a run's"
+    Builder(tmp_path / "run", 10).plan()
+    exporter.write(status)
+    assert os.listdir(tmp_path / "run" / "sub") == ["a.prom"]
