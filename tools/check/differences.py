@@ -109,8 +109,10 @@ def _unequal_counts(view: View, built: Built) -> list[tuple[KeyPath, str]]:
     """
     if view.micro_batches * view.accumulation == 1 or view.flag(("calculate_per_token_loss",)):
         return []
+    found: list[tuple[KeyPath, str]] = []
     path = (*LOADER, "config", "eod_mask_loss") if view.megatron else (*LOADER, "type")
-    found = [(path, "the loss")] if (view.flag(path) if view.megatron else view.get(path) == "HFDataLoader") else []
+    if view.flag(path) if view.megatron else view.get(path) == "HFDataLoader":
+        found.append((path, "the loss"))
     if built.number("mtp_num_layers") and view.get(_MTP_DOCUMENTS) not in (None, False):
         found.append((_MTP_DOCUMENTS, "the MTP loss"))
     return found
