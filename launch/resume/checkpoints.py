@@ -31,6 +31,7 @@ from plugins.sealed_checkpoint.plan import (
     renew_tracker,
     unfinished,
 )
+from plugins.sealed_checkpoint.router_state import AVERAGING
 from plugins.spike_guard.ledger import read_ledger
 from tools.checkpoint.scan import (
     ASIDE,
@@ -54,7 +55,6 @@ from tools.runs.readings import Follower
 from tools.weights.convert_plan import KEPT, changed_settings
 
 _SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
-_AVERAGING = {"fused_num": 10, "interleave_step": 1000, "fused_algo": "ema"}  # of PmaAdamW, with MindFormers' defaults
 
 
 def save_path(recipe: dict[str, Any]) -> Path:
@@ -261,7 +261,7 @@ def _refuse_cut_averages(before: Recipe, recipe: Recipe, checkpoint: CheckpointI
     if any((each.get("optimizer") or {}).get("type") != "PmaAdamW" for each in (before, recipe)):
         return
     old, new = (
-        [each["optimizer"].get(key, default) for key, default in _AVERAGING.items()] for each in (before, recipe)
+        [each["optimizer"].get(key, default) for key, default in AVERAGING.items()] for each in (before, recipe)
     )
     first, late = checkpoint.step, int(bool(recipe["optimizer"].get("use_fused")))  # the fused one counts from -1
     batch = global_batch_of(checkpoint.path) or View(before).global_batch

@@ -8,7 +8,8 @@ follows from the data: a resumed run has the same order as an uninterrupted one,
 trains on the same samples in each step (with a window of several steps, in each window).
 
 Losses stay the same up to rounding, except where the loss is a mean over samples that the plugin moves apart: the mean
-over a micro-batch's unmasked tokens (`eod_mask_loss`), and some auxiliary losses (docs/attention-balance.md).
+over a micro-batch's unmasked tokens (`eod_mask_loss`, `mtp_documents`), and some auxiliary losses
+(docs/attention-balance.md).
 """
 
 from __future__ import annotations

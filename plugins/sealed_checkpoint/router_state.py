@@ -27,6 +27,8 @@ MUON_MOMENT = "muon_m."
 ADAM, FUSED, LARGEST = ("adam_m.", "adam_v."), ("exp_avg.", "exp_avg_sq."), "max_exp_avg_sq."
 MOMENTS = (*ADAM, *FUSED, LARGEST, MUON_MOMENT)  # before a weight's name: what AdamW and Muon keep of it
 AVERAGES = "pma_weight_"  # before the way of averaging, a full stop and a weight's name: what PmaAdamW keeps, too
+# keys of PmaAdamW, with MindFormers' defaults: averages replace the weights every fused_num x interleave_step steps
+AVERAGING: dict[str, Any] = {"fused_num": 10, "interleave_step": 1000, "fused_algo": "ema"}
 _NO_LAYERS = ("word_embeddings", "output_layer")  # in names of matrices that Muon leaves to AdamW
 _UNPLACED = (*FUSED, LARGEST, AVERAGES)  # states whose stage MindSpore does not know, and Muon's, see `with_muon`
 _OF_WEIGHTS = ("adam_m.", "adam_v.", "accu_grads.")  # before a weight's name

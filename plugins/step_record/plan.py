@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.sealed_checkpoint.router_state import MUON_MOMENT
+from plugins.sealed_checkpoint.router_state import AVERAGING, MUON_MOMENT
 from plugins.settings import WATCHES, Section, setting
 
 KEY = "plugins.step_record"
@@ -63,7 +63,8 @@ class Settings(Section):
 class Adam:
     """An `Adam` holds the optimizer's values for one step: the learning rate, and `count`, the number of updates that
     the optimizer has made. The field `momentum` is the momentum of the matrices that Muon updates; Muon leaves the
-    other weights to AdamW.
+    other weights to AdamW. The field `averaged` says whether PmaAdamW has replaced the weights by their averages in
+    this step, which no learning rate explains.
     """
 
     lr: float
@@ -72,6 +73,7 @@ class Adam:
     eps: float
     count: int
     momentum: float = MOMENTUM
+    averaged: bool = False
 
 
 def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Adam:
@@ -81,7 +83,10 @@ def adam_of(optimizer: Mapping[str, Any], lr: float = 0.0, count: int = 0) -> Ad
     muon = "adamw_" if optimizer.get("type") == "Muon" else ""
     beta1, beta2 = optimizer.get(f"{muon}betas") or (MUON_BETAS if muon else BETAS)
     eps, momentum = optimizer.get(f"{muon}eps") or EPS, optimizer.get("momentum")
-    return Adam(lr, float(beta1), float(beta2), float(eps), count, MOMENTUM if momentum is None else float(momentum))
+    momentum = MOMENTUM if momentum is None else float(momentum)
+    number, between = (optimizer.get(key) or AVERAGING[key] for key in ("fused_num", "interleave_step"))
+    averaged = optimizer.get("type") == "PmaAdamW" and count > 0 and count % (number * between) == 0
+    return Adam(lr, float(beta1), float(beta2), float(eps), count, momentum, averaged)
 
 
 def record_file(run_dir: str | Path, rank: int) -> Path:
@@ -202,12 +207,12 @@ def update_of(
         "square": the sum of squares of the change; "rate", "decay": the learning rate and the weight decay that fit the
         change best; "rest": the norm of the remaining part of the change, as a share of the norm of the change. The
             last three are None if they cannot be determined: there is no learning rate, there are fewer than four
-            elements, or the two effects cannot be separated.
+            elements, averages have replaced the weights, or the two effects cannot be separated.
     """
     weight = before.reshape(-1).astype(np.float64)
     change = weight - after.reshape(-1).astype(np.float64)
     found: dict[str, float | None] = {"square": float(change @ change), "rate": None, "decay": None, "rest": None}
-    if not adam.lr or weight.size < 4:
+    if not adam.lr or weight.size < 4 or adam.averaged:
         return found
     mean = moment.reshape(-1).astype(np.float64) / (1 - adam.beta1**adam.count)
     usual = mean / (np.sqrt(square.reshape(-1).astype(np.float64) / (1 - adam.beta2**adam.count)) + adam.eps)

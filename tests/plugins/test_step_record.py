@@ -111,6 +111,25 @@ def test_defaults_are_those_of_mindformers(optimizer, wanted):
     assert (adam.beta1, adam.beta2, adam.eps) == wanted and adam.momentum == 0.95
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "steps"),
+    [
+        ({"type": "PmaAdamW", "fused_num": 2, "interleave_step": 3}, [6, 12]),
+        ({"type": "PmaAdamW", "fused_num": 1}, [1000]),
+        ({"type": "AdamW", "fused_num": 2, "interleave_step": 3}, []),
+    ],
+)
+def test_no_rate_explains_a_step_in_which_averages_replace_the_weights(optimizer, steps):
+    counts = [count for count in (*range(13), 1000) if adam_of(optimizer, 0.1, count).averaged]
+    assert counts == steps
+    weight, moment = np.arange(1.0, 9), np.ones(8)
+    for count in (5, 6):
+        adam = adam_of(optimizer, 0.1, count)
+        found = update_of(weight, weight / 2, moment, moment, adam)
+        assert found["square"] == pytest.approx(np.square(weight / 2).sum())
+        assert (found["rate"] is None) == (count in steps)
+
+
 def test_a_digest_knows_bits_shape_and_type():
     one = np.zeros((2, 3), np.float32)
     others = [one.reshape(3, 2), one.astype(np.float64), one.view(np.int32), -one]

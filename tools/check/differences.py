@@ -12,12 +12,13 @@ from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from plugins.mtp_documents import plan as mtp_documents
 from tools.recipe.catalogue import why_modelled
 from tools.recipe.findings import Findings
-from tools.recipe.load import Recipe
+from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import Built
 from tools.schema.stages import runs_back
 
 _PAGE = "docs/stock-differences.md"
+_MTP_DOCUMENTS = ("plugins", "mtp_documents")
 
 
 def modelled(recipe: Recipe) -> str:
@@ -38,7 +39,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
     _rounded_queries(view, built, found)
-    _masked_means(view, found)
+    _masked_means(view, built, found)
     _dealt_samples(view, built, found)
     _documents_of_mtp(view, built, found)
     _groups_of_experts(view, built, found)
@@ -104,13 +105,26 @@ def _rounded_queries(view: View, built: Built, found: Findings) -> None:
         found.note((*MODEL, "compute_dtype"), wrong, f"see {_PAGE}", rule="rounded_queries")
 
 
-def _masked_means(view: View, found: Findings) -> None:
-    """Note that micro-batches weigh alike if their numbers of tokens that count in the loss differ."""
+def _unequal_counts(view: View, built: Built) -> list[tuple[KeyPath, str]]:
+    """Return (key path, loss) of each setting that leaves tokens out of a loss, if a step averages the mean losses of
+    several micro-batches: these then have different numbers of tokens that count.
+    """
+    if view.micro_batches * view.accumulation == 1 or view.flag(("calculate_per_token_loss",)):
+        return []
+    found: list[tuple[KeyPath, str]] = []
     path = (*LOADER, "config", "eod_mask_loss") if view.megatron else (*LOADER, "type")
-    masked = view.flag(path) if view.megatron else view.get(path) == "HFDataLoader"
-    if masked and view.micro_batches * view.accumulation > 1 and not view.flag(("calculate_per_token_loss",)):
+    if view.flag(path) if view.megatron else view.get(path) == "HFDataLoader":
+        found.append((path, "the loss"))
+    if built.number("mtp_num_layers") and view.get(_MTP_DOCUMENTS) not in (None, False):
+        found.append((_MTP_DOCUMENTS, "the MTP loss"))
+    return found
+
+
+def _masked_means(view: View, built: Built, found: Findings) -> None:
+    """Note that micro-batches weigh alike if their numbers of tokens that count in the loss differ."""
+    for path, loss in _unequal_counts(view, built):
         wrong = (
-            "micro-batches have different numbers of tokens that count in the loss, but MindFormers averages their "
+            f"micro-batches have different numbers of tokens that count in {loss}, but MindFormers averages their "
             "mean losses, so that the loss depends on which samples share a micro-batch"
         )
         found.note(path, wrong, f"see {_PAGE}", rule="masked_mean")
@@ -120,12 +134,11 @@ def _dealt_samples(view: View, built: Built, found: Findings) -> None:
     """Report losses that depend on which samples `plugins.attention_balance` puts together."""
     if view.get(("plugins", "attention_balance")) in (None, False):
         return
-    reasons = []
-    masked, by_token = view.flag((*LOADER, "config", "eod_mask_loss")), view.flag(("calculate_per_token_loss",))
-    if masked and not by_token and view.micro_batches * view.accumulation > 1:
-        reasons.append(
-            "with eod_mask_loss micro-batches have different numbers of tokens, but their mean losses are averaged"
-        )
+    reasons = [
+        f"with {path[-1]} micro-batches have different numbers of tokens that count in {loss}, but their mean losses "
+        "are averaged"
+        for path, loss in _unequal_counts(view, built)
+    ]
     if built.number("num_moe_experts") and built.fields.get("moe_aux_loss_coeff"):
         reasons += _taken_together(view, str(built.fields.get("moe_router_load_balancing_type")))
     if reasons:
@@ -149,7 +162,7 @@ def _taken_together(view: View, kind: str) -> list[str]:
 def _documents_of_mtp(view: View, built: Built, found: Findings) -> None:
     """Note that MTP shifts whole samples, even if attention keeps their documents apart."""
     config = view.get((*LOADER, "config"))
-    if not view.megatron or view.get(("plugins", "mtp_documents")) not in (None, False):
+    if not view.megatron or view.get(_MTP_DOCUMENTS) not in (None, False):
         return
     data = config if isinstance(config, dict) else {}
     if mtp_documents.crosses(data, built.fields, built.number("mtp_num_layers")):

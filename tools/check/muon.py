@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from plugins.errors import RecipeError
+from plugins.sealed_checkpoint.router_state import AVERAGING
 from tools.estimate.configuration import Configuration, weight_copies, weight_shards
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import counted_weights
@@ -67,12 +68,12 @@ def check_averages(view: View, found: Findings) -> None:
     states replaces the weights. MindFormers starts the exponential average at zero and does not correct this bias: the
     average of n equal values w is (1 - (1 - ema_alpha)^n) w.
     """
-    defaults = {"fused_algo": "ema", "ema_alpha": 0.2, "fused_num": 10}
+    defaults = {"fused_algo": AVERAGING["fused_algo"], "ema_alpha": 0.2, "fused_num": AVERAGING["fused_num"]}
     algorithm, alpha, count = (view.get(("optimizer", key), default) for key, default in defaults.items())
     if algorithm != "ema" or type(alpha) is not float or type(count) is not int or not 0 < alpha < 1 or count < 1:
         return  # an average of all alike (sma), or values that the schema refuses
     share = -math.expm1(count * math.log1p(-alpha))
-    between = view.get(("optimizer", "interleave_step"), 1000)
+    between = view.get(("optimizer", "interleave_step"), AVERAGING["interleave_step"])
     steps = view.number((*RUNNER, "epochs"), 1) * view.ramp.steps_of(view.samples)
     if share < _WHOLE and not (type(between) is int and 0 < steps < count * between):
         wrong = (

@@ -20,6 +20,7 @@ ONE_SAMPLE = [(("runner_config", "batch_size"), 1), ((*MODEL, "batch_size"), 1)]
 SHARDED = [(("parallel", "enable_parallel_optimizer"), True), ((*PARALLEL, "data_parallel"), 2)]
 CP2 = [((*PARALLEL, "context_parallel"), 2)]
 COMPUTE, DISPATCHER = (*MODEL, "compute_dtype"), (*MODEL, "moe_token_dispatcher_type")
+ACCUMULATED = (("runner_config", "gradient_accumulation_steps"), 2)
 COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
 
 
@@ -230,6 +231,27 @@ def test_a_card_of_another_kind_says_nothing(tmp_path, text):
 
 DEALT = ("plugins", "attention_balance")
 BALANCED = [(DEALT, {"window": 1})]
+APART = [(DOCUMENTS, True), (("plugins", "mtp_documents"), {})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "loss"),
+    [
+        ([(MASKED, True)], dotted(MASKED), "in the loss"),
+        (APART, "plugins.mtp_documents", "in the MTP loss"),
+        ([*APART, ((*MODEL, "num_nextn_predict_layers"), 0)], None, ""),
+        ([*APART, (("calculate_per_token_loss",), True)], None, ""),
+        ([*APART, ((*PARALLEL, "pipeline_stage"), 1)], None, ""),  # one micro-batch
+        ([*APART, ((*PARALLEL, "pipeline_stage"), 1), ACCUMULATED], "plugins.mtp_documents", "in the MTP loss"),
+        ([(DOCUMENTS, True)], None, ""),
+    ],
+)
+def test_micro_batches_that_count_different_numbers_of_tokens(changes, key, loss):
+    found = findings(change(SEMI, *changes), "note")
+    told = {name for name, note in found.items() if "depends on which samples share a micro-batch" in note.wrong}
+    assert told == ({key} if key else set())
+    if key:
+        assert loss in found[key].wrong and "loss_func.py" in found[key].source
 
 
 @pytest.mark.parametrize(
@@ -237,6 +259,7 @@ BALANCED = [(DEALT, {"window": 1})]
     [
         ([*BALANCED, *ONE_SAMPLE], None),
         ([*BALANCED, *ONE_SAMPLE, (MASKED, True)], "with eod_mask_loss micro-batches have different numbers"),
+        ([*BALANCED, *ONE_SAMPLE, *APART], "with mtp_documents micro-batches have different numbers"),
         ([*BALANCED, *ONE_SAMPLE, (MASKED, True), ((*PARALLEL, "pipeline_stage"), 1)], None),  # one micro-batch a step
         ([*ONE_SAMPLE, (MASKED, True)], None),  # nothing is dealt
         (BALANCED, "all 8 samples"),

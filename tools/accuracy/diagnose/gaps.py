@@ -168,7 +168,7 @@ def _lacking(side: Side) -> Iterator[str]:
                 keys = {*(wanted - line.keys()), *_by_itself(line)}
                 for key in NAMED if kind == "step" else ():
                     more = names[rank, _since(side.starts, state.step), key] - line.get(key, {}).keys()
-                    keys |= {f"{key}.{name}" for name in more if key in line}
+                    keys |= {f"{key}.{name}" for name in more if key in line and not _of_other_stage(line, key, name)}
                 if keys:
                     lacks = f"the state after step {state.step}{started} lacks {_some(sorted(keys))} on rank {rank}"
                     found.setdefault((kind, state.step), lacks)
@@ -271,7 +271,7 @@ def _by_itself(line: Line) -> Iterator[str]:
             if name.endswith(end) and key in line and name.removesuffix(end) not in line[key]:
                 yield f"{key}.{name.removesuffix(end)}"
     yield from (f"state.{name}{BIAS}" for name in line.get("biases", {}) if name + BIAS not in state)
-    yield from _moments(state, weights, "weights" in line)
+    yield from _moments(line)
     for name, told in weights.items():
         if name not in state:
             yield f"state.{name}"
@@ -293,14 +293,24 @@ def _of_update(told: Line, updates: int | None) -> Iterator[str]:
         yield "decay"
 
 
-def _moments(state: Line, weights: Line, updated: bool) -> Iterator[str]:
+def _of_other_stage(line: Line, key: str, name: str) -> bool:
+    """Return whether `name` is an update of a weight that the rank does not train. After a resume the ranks of a
+    pipeline hold weights of other stages, which are not among a rank's parts.
+    """
+    return key == "weights" and bool(line.get("parts")) and name not in line["parts"]
+
+
+def _moments(line: Line) -> Iterator[str]:
     """Yield missing moments of the optimizer, and missing updates whose moments were recorded."""
+    state, weights = line["state"], line.get("weights")
     one, two = MOMENTS
     for name in dict.fromkeys(map(weight_of, state)):
         if (one + name in state) != (two + name in state):
             yield f"state.{(two if one + name in state else one) + name}"
         moved = [state[each] for each in (one + name, MUON_MOMENT + name) if each in state and name in state]
-        if updated and name not in weights and any(each[2] == state[name][2] for each in moved):
+        if weights is None or name in weights or _of_other_stage(line, "weights", name):
+            continue
+        if any(each[2] == state[name][2] for each in moved):
             yield f"weights.{name}"
 
 

@@ -221,7 +221,8 @@ def norm_law(side: Side, step: int) -> Iterator[Finding]:
 def _update_law(side: Side, state: State) -> Iterator[Finding]:
     """Yield findings unless each weight moves by AdamW with the step's rate; those of one dimension do not decay.
 
-    Of Muon's steps of matrices nothing is fitted; it leaves the other weights to AdamW.
+    Of Muon's steps of matrices nothing is fitted; it leaves the other weights to AdamW. Nothing is said of a step in
+    which PmaAdamW has replaced the weights by their averages.
     """
     optimizer = side.recipe.get("optimizer") or {}
     kind = str(optimizer.get("type", ""))
@@ -229,6 +230,8 @@ def _update_law(side: Side, state: State) -> Iterator[Finding]:
         return
     step, grouped = state.step, side.recipe.get("grouped_lr_schedule")
     rate = side.steps.get(step, {}).get("learning_rate")
+    if any(adam_of(optimizer, count=line.get("updates") or 0).averaged for line in state.lines.values()):
+        return
     for name, rank, told in side.updates(step):
         decay = 0.0 if told["dimensions"] == 1 or name.endswith(".bias") else float(optimizer["weight_decay"])
         at = step, UPDATE, module_of(name)

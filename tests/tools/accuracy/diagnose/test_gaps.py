@@ -440,6 +440,24 @@ def test_a_step_that_only_one_run_skipped_lacks_nothing(tmp_path, monkeypatch, s
         assert len(verdict.gaps) == 1 and "skipped" in verdict.gaps[0]
 
 
+@pytest.mark.parametrize("steps", [(1, 2, 3), (2,)])  # (2,): plugins.batch_ramp gives the optimizer all weights again
+@pytest.mark.parametrize(("left_out", "gap"), [(("weights", "parts"), False), (("weights",), True)])
+def test_weights_of_other_stages_that_a_resumed_rank_holds_are_no_gap(tmp_path, left_out, gap, steps):
+    """After a resume a rank of a pipeline has weights of other stages in memory, and its optimizer leaves them out."""
+    name = list(SHAPES)[2]
+
+    class Stage(Run):
+        def line(self, rank, kind, line):
+            for key in left_out:
+                if rank and key in line and (key == "parts" or line["step"] in steps):
+                    line[key] = {each: told for each, told in line[key].items() if not each.endswith(name)}
+            super().line(rank, kind, line)
+
+    verdict = diagnose(read_side(Stage(tmp_path / "a", ranks=2).write()))
+    assert any(f"lacks `weights.{name}` on rank 1" in each for each in verdict.gaps) == gap
+    assert (verdict.word == "equal") != gap
+
+
 @pytest.mark.parametrize("clipped", [True, False])
 def test_what_a_run_does_not_have_is_not_compared(tmp_path, clipped):
     class Dense(Run):

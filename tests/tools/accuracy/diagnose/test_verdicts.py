@@ -103,6 +103,25 @@ def test_a_weight_that_stands_still_is_not_explained_by_adam(tmp_path, factor, w
     assert diagnose(read_side(fault(tmp_path / "a").write())).word == word
 
 
+class Averaging(Run):
+    """An `Averaging` run replaces its weights in step 2, by other numbers than AdamW's, which stand for averages."""
+
+    def replaced(self, step, after):
+        return {name: value / 2 if step == 2 and name in SHAPES else value for name, value in after.items()}
+
+    def record(self, rank, step, before, after, *more):
+        super().record(rank, step, before, self.replaced(step, after), *more)
+
+    def step(self, step, before, recorded=True):
+        return self.replaced(step, super().step(step, before, recorded))
+
+
+@pytest.mark.parametrize(("optimizer", "word"), [("PmaAdamW", "equal"), ("AdamW", "differs: update, step 2")])
+def test_weights_that_are_replaced_by_averages_are_no_fault(tmp_path, optimizer, word):
+    keys = {"optimizer.type": optimizer, "optimizer.fused_num": 2, "optimizer.interleave_step": 1}
+    assert diagnose(read_side(Averaging(tmp_path / "a", keys=keys).write())).word == word
+
+
 def test_steps_of_only_one_run_are_named(tmp_path):
     a, b = sides(tmp_path, Run, steps=5)
     verdict = diagnose(a, b)
