@@ -79,9 +79,9 @@ def _left_out(view: View, built: Built, found: Findings) -> None:
     """Warn of sizes that the recipe does not state, and that MindFormers takes from the class of another model."""
     latent = bool(built.fields.get("multi_latent_attention"))
     if built.number("num_moe_experts") and built.fields.get(_SCALE) is None:  # Qwen3-MoE's class has no default
-        path = built.origin.get(_SCALE, (*MODEL, "routed_scaling_factor"))
+        key = built.origin.get(_SCALE, (*MODEL, "routed_scaling_factor"))
         wrong = "the routers multiply by this number, which is missing, so that MindFormers cannot compile the model"
-        found.error(path, wrong, "write 1.0 for a model without such a factor", rule="router_scale")
+        found.error(key, wrong, "write 1.0 for a model without such a factor", rule="router_scale")
     attention, experts = _OF_LATENT if latent else _OF_GROUPED, _OF_EXPERTS if built.number("num_moe_experts") else ()
     taken = {}
     for name in (*_OF_ALL, *attention, *experts):
