@@ -66,9 +66,10 @@ _OF_ALL = (
 )
 _OF_GROUPED = ("num_query_groups", "kv_channels")
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_SCALE = "moe_router_topk_scaling_factor"
 _OF_EXPERTS = (
     *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "first_k_dense_replace", "shared_expert_num"),
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "norm_topk_prob"),
+    *("moe_router_num_groups", "moe_router_group_topk", _SCALE, "norm_topk_prob"),
 )
 # fields of which TransformerConfig has values of its own
 _NOT_DERIVED = ("qk_head_dim", "qk_pos_emb_head_dim", "moe_router_topk")
@@ -77,6 +78,10 @@ _NOT_DERIVED = ("qk_head_dim", "qk_pos_emb_head_dim", "moe_router_topk")
 def _left_out(view: View, built: Built, found: Findings) -> None:
     """Warn of sizes that the recipe does not state, and that MindFormers takes from the class of another model."""
     latent = bool(built.fields.get("multi_latent_attention"))
+    if built.number("num_moe_experts") and built.fields.get(_SCALE) is None:  # Qwen3-MoE's class has no default
+        key = built.origin.get(_SCALE, (*MODEL, "routed_scaling_factor"))
+        wrong = "the routers multiply by this number, which is missing, so that MindFormers cannot compile the model"
+        found.error(key, wrong, "write 1.0 for a model without such a factor", rule="router_scale")
     attention, experts = _OF_LATENT if latent else _OF_GROUPED, _OF_EXPERTS if built.number("num_moe_experts") else ()
     taken = {}
     for name in (*_OF_ALL, *attention, *experts):

@@ -33,7 +33,7 @@ from tools.pipeline.schedules import is_v_shaped
 # of the model of time and memory: layout files and bundles of `tc3 firsthour` of another version are refused, and
 # fitted cluster files of another version are used with a warning. It is the digest of
 # tests/tools/estimate/data/predictions.yaml, so that it changes with any prediction
-MODEL_VERSION = "1b64799b2c6d"
+MODEL_VERSION = "bb43f0c16b19"
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
 # load of the busiest rank over the mean: assumed to be balanced, which the routers' biases aim at; efficiencies are

@@ -295,7 +295,8 @@ def _of_ends(config: Configuration) -> tuple[np.ndarray, np.ndarray]:
     kept, passes = np.zeros(config.pp * config.chunks), np.zeros(config.pp)
     kept[0] = saved(config, "embedding", whole)
     kept[-1] += sum(saved(config, kind, whole) for kind in last)
-    passes[_last_stage(config)] = working(config, [(kind, whole) for kind in last])
+    passes[0] = working(config, [("embedding", whole)])
+    passes[_last_stage(config)] = max(passes[_last_stage(config)], working(config, [(kind, whole) for kind in last]))
     return kept, passes
 
 

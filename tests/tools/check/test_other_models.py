@@ -26,7 +26,7 @@ from tools.weights.convert_plan import model_of
 def qwen3_moe(**changes):
     """A recipe of grouped-query attention and experts in MindFormers' own class of Qwen3."""
     recipe = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "routed_scaling_factor": 1.0}
     own = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes, **changes}
     recipe["model"]["model_config"].update(own)
     return recipe
@@ -41,6 +41,14 @@ def test_qwen3_has_norms_of_queries_and_keys_and_may_tie():
     tied = qwen3_moe(tie_word_embeddings=True)
     assert dotted((*MODEL, "tie_word_embeddings")) not in findings(tied, "warning")
     assert check_recipe(tied).table["parameters_total"] == total - vocabulary * hidden
+
+
+def test_routers_without_a_factor_are_refused():
+    """Public config.json files of Qwen3-MoE have none; MindFormers then multiplies by None as it compiles."""
+    without = qwen3_moe()
+    assert dotted((*MODEL, "routed_scaling_factor")) not in findings(without)
+    del without["model"]["model_config"]["routed_scaling_factor"]
+    assert "multiply by this number" in findings(without)[dotted((*MODEL, "routed_scaling_factor"))].wrong
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -38,6 +38,7 @@ from tools.estimate.memory.training_graph import (
     NORMS,
     ROUTER,
     SHARED,
+    embedding_pass,
     kept_parts,
     layer_pass,
     loss_pass,
@@ -241,6 +242,8 @@ def fullest_pass(config: Configuration, layers: Iterable[tuple[str, str]]) -> tu
         elif kind == "head":
             mtp = any(other == "mtp" for other, _ in pairs)
             found.append(("the loss", loss_pass(config, mtp) if config.training_graph else _loss_pass(config)))
+        if kind in ("embedding", "mtp") and config.training_graph:  # MTP layers use the embedding, too
+            found.append(("the embedding's gradient", embedding_pass(config)))
     return max(found, key=lambda pair: pair[1])
 
 

@@ -21,8 +21,9 @@ for alltoall_deredundency and fused kernels. MindFormers keeps more tensors than
   shards, and each pass casts narrower weights (`params_dtype`); a layer that is not recomputed keeps these copies for
   its backward pass.
 
-In the backward pass the gradient of the largest weight exists in the compute dtype and in the weight's dtype, before it
-is accumulated.
+In the backward pass the gradient of a layer's largest weight, or of the output weight, exists in the compute dtype and
+in the weight's dtype, before it is accumulated. Two tensors of the embedding's size in the embedding's dtype exist
+while the gradient of the embedding is computed.
 
 The kept bytes are within 1 % of the bytes in the compiled graphs of the 438B recipe; the additional bytes of a pass are
 between 15 % below and 14 % above the bytes in the graphs of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the
@@ -217,11 +218,23 @@ def _own(config: Configuration, kind: str, option: str) -> float:
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
     """Return the peak memory in bytes that the loss needs in addition to kept activations. If `mtp` is True, the
-    gradient of the MTP layers' logits is included.
+    gradient of the MTP layers' logits is included. With few tokens, the backward pass of the output projection needs
+    more than the loss itself: the gradients of the logits and of the output weight.
     """
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
-    return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
+    projection = 0.0 if config.adapters else config.model.vocab * config.model.hidden / config.tp
+    gradients = config.item * local + (config.item + config.weight_item) * projection
+    return max(3 * _WIDE * local, 2 * moved, gradients) + config.item * local * mtp
+
+
+def embedding_pass(config: Configuration) -> float:
+    """Return the peak memory in bytes that the backward pass of the embedding needs in addition to kept activations:
+    the gradient of the embedding and a tensor of zeros of the same size. A frozen embedding has no gradient.
+    """
+    (embedding,) = _weights(config, "embedding")
+    whole = embedding.size / configuration.weight_cut(embedding, config)
+    return 0.0 if config.adapters else 2 * config.weight_item * whole
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:

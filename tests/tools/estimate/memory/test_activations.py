@@ -83,6 +83,22 @@ def test_a_pass_without_recomputation(name, changes, kinds, mib):
 
 
 @pytest.mark.parametrize(
+    ("vocab", "hidden", "changes", "kinds", "mib"),
+    [
+        (128256, 4096, {"tp": 1}, ["embedding"], 4008.0),  # Llama 8B, the first of two stages
+        (151936, 5120, {"dp": 1, "tp": 8, "cp": 8, "sequence": 4096}, ["head"], 574.9),  # Qwen3-32B, the last of four
+    ],
+)
+def test_the_gradients_of_embedding_and_output_are_as_large_as_in_compiled_graphs(vocab, hidden, changes, kinds, mib):
+    """With a large vocabulary they need more than the backward of a layer, or than the loss of few tokens."""
+    config = run("36b/pretrain_8k", **changes)
+    config = replace(config, model=replace(config.model, vocab=vocab, hidden=hidden))
+    assert working(config, [(kind, "full") for kind in kinds]) / MIB == pytest.approx(mib, rel=0.01)
+    frozen = run("36b/finetune_8k_lora")
+    assert working(frozen, [("embedding", "full")]) == 0
+
+
+@pytest.mark.parametrize(
     ("name", "gathered"),
     [
         ("438b/context_128k", 768 + 512),  # AllGathers of (131072, 16, 192) and (131072, 16, 128), bf16, by each layer

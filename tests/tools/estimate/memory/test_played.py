@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tools.estimate.configuration import ATTENTION, EXPERTS, MLP, Configuration, Recompute, even_layers
 from tools.estimate.memory.activations import mtp_option, saved
 from tools.estimate.memory.model import stage_memory
-from tools.estimate.memory.training_graph import layer_pass, loss_pass
+from tools.estimate.memory.training_graph import embedding_pass, layer_pass, loss_pass
 from tools.model import Latent, Model, pattern_of
 from tools.pipeline.schedules import operations
 
@@ -70,6 +70,8 @@ def played(config, stage):
             if kind in ("dense", "moe"):
                 option, place = option_of(config, chunk, stage, place), place + 1
             tensors.append(saved(config, kind, option))
+            if kind in ("embedding", "mtp"):
+                passes.append(embedding_pass(config))
             if kind == "head":
                 passes.append(loss_pass(config, "mtp" in kinds))
             elif kind != "embedding":
