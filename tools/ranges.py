@@ -56,6 +56,12 @@ class Range(NamedTuple):
         return f"it must be {kind} {start} {_plain(self.high)}"
 
 
+def short(value: Any) -> str:
+    """Return a value as text for a message, without most digits of a number that has many."""
+    text = str(value)
+    return text if len(text) <= 30 else f"{text[:12]}... ({len(text)} digits)"
+
+
 def _plain(number: float) -> str:
     return f"{int(number):,}" if number == int(number) and abs(number) < 1e15 else f"{number:g}"
 

@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from launch.run.cache_key import VERSIONS
-from plugins.finite_loss.adapter import undefined_of
+from plugins.finite_loss.adapter import number, undefined_of
 from plugins.finite_loss.plan import METRICS
 from plugins.lines import append_line
 from plugins.private_hooks import train_step
@@ -126,11 +125,11 @@ class RecordingLossMonitor(MFLossMonitor):
             "step": step,
             "time": now,
             "loss": float(loss),
-            "lm_loss": _scalar(main_loss),
+            "lm_loss": number(main_loss),
             "load_balancing_loss": self._balancing(extra_loss),
-            "mtp_loss": _scalar(mtp_loss),
-            "global_norm": _scalar(global_norm),
-            "learning_rate": _scalar(self.learning_rate),
+            "mtp_loss": number(mtp_loss),
+            "global_norm": number(global_norm),
+            "learning_rate": number(self.learning_rate),
             "overflow": str(overflow) == "True",
             "tokens": self.global_batch_size * self.seq_length,
             "seconds": per_step_seconds / 1000,
@@ -140,8 +139,8 @@ class RecordingLossMonitor(MFLossMonitor):
 
     def _balancing(self, value):
         """Return the load-balancing loss, or None if it is NaN only because MindFormers computes it as 0 / 0."""
-        number = _scalar(value)
-        return None if METRICS[1] in self.undefined and number is not None and math.isnan(number) else number
+        loss = number(value)
+        return None if METRICS[1] in self.undefined and loss is not None and math.isnan(loss) else loss
 
     def _cpu_seconds(self):
         """Return the processor time of this worker since the last record, without the time in which it waited for other
@@ -176,14 +175,6 @@ def _samples(columns, batch):
         return None
     names = columns if len(columns) == len(batch) else [f"column_{place}" for place in range(len(batch))]
     return samples_of(names, [each.asnumpy() for each in batch])
-
-
-def _scalar(value):
-    """Return a float for whatever MindFormers hands over: None, a number, an array or a tensor of one element."""
-    if value is None:
-        return None
-    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)
-    return float(array[0]) if array.size else None
 
 
 def enable(config, collectives=None) -> None:

@@ -99,10 +99,10 @@ def _watching(monitor: Any, watch, end):
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             loss, overflow, scale, _, norm = callback._get_loss_output(params.net_outputs)
-            watch.scale_falls, watch.logged = _scale_falls(train_step(params)), _number(self.logged)
-            named = zip(METRICS, map(_number, [*(self.parts or [None] * 4), loss]), strict=True)
+            watch.scale_falls, watch.logged = _scale_falls(train_step(params)), number(self.logged)
+            named = zip(METRICS, map(number, [*(self.parts or [None] * 4), loss]), strict=True)
             step = params.cur_step_num + (self.initial_step if self.done_before is None else self.done_before)
-            wrong = watch.see(step, dict(named), _number(norm), str(overflow) == "True", _number(scale) or 1.0)
+            wrong = watch.see(step, dict(named), number(norm), str(overflow) == "True", number(scale) or 1.0)
             if wrong:
                 _stop(params, step, wrong, end)
 
@@ -179,7 +179,7 @@ def _scale_falls(network):
     return manager is not None and not isinstance(manager, nn.FixedLossScaleUpdateCell)
 
 
-def _number(value):
+def number(value):
     """Return a float for whatever MindFormers hands over: None, a flag, a number, an array or a tensor of one
     element.
     """

@@ -26,7 +26,7 @@ from plugins import ADAPTERS
 from plugins.errors import RecipeError, did_you_mean
 from plugins.settings import settings_of
 from tools.files.small_yaml import SmallLoader, TooLarge, small_text
-from tools.ranges import RANGES, Range, recipe_range
+from tools.ranges import RANGES, Range, recipe_range, short
 
 BASE_CONFIG = "base_config"
 KeyPath = tuple[Any, ...]  # mapping keys and list indices from the top of the recipe
@@ -461,8 +461,8 @@ def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
         return settings_of(path[1]).number_problem(path[2], value)
     if span is None:
         large = isinstance(value, int) and abs(value) >= _INTEGERS
-        return (f"{_short(value)} does not fit into 64 bits", "write a smaller number") if large else None
-    return None if span.holds(value) else (f"{_short(value)} is out of range", span.words)
+        return (f"{short(value)} does not fit into 64 bits", "write a smaller number") if large else None
+    return None if span.holds(value) else (f"{short(value)} is out of range", span.words)
 
 
 def _words(path: tuple[Any, ...]) -> list[str]:
@@ -472,14 +472,14 @@ def _words(path: tuple[Any, ...]) -> list[str]:
 def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
     """Return text where a number belongs: one that YAML takes for text, or a size of memory. Other words pass."""
     if memory := _MEMORY.fullmatch(text):
-        return None if span.holds(float(memory[1])) else (f"{_short(text)} is out of range", f"{span.words}, in GB")
+        return None if span.holds(float(memory[1])) else (f"{short(text)} is out of range", f"{span.words}, in GB")
     try:
         number = float(text)
     except ValueError:
         return None
     if not math.isfinite(number):
-        return f"{_short(text)} is not a finite number", span.words
-    return f"{_short(text)!r} is text, not a number", f"write {as_yaml(text)}"
+        return f"{short(text)} is not a finite number", span.words
+    return f"{short(text)!r} is text, not a number", f"write {as_yaml(text)}"
 
 
 def as_yaml(text: str) -> str:
@@ -492,8 +492,3 @@ def as_yaml(text: str) -> str:
     mantissa, _, power = text.lower().partition("e")
     dot = mantissa if "." in mantissa else f"{mantissa}.0"
     return f"{dot}e{power if power[0] in '+-' else '+' + power} (YAML 1.1 takes {text} for text)"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 30 else f"{text[:12]}... ({len(text)} digits)"

@@ -48,7 +48,6 @@ class Readings:
     total_steps: int | None = None
     start_step: int = 0  # steps done before the part that was read last
     limit: int = 0  # steps up to this one were trained with another global batch, and numbered otherwise
-    world_size: int = 1
     numbering: Numbering = field(default_factory=Numbering)
     _begins: bool = False  # whether the next step is the first of a part
     _older: list[tuple[float, dict[str, Any]]] = field(default_factory=list)  # (place, record) of other numberings
@@ -58,7 +57,6 @@ class Readings:
         if "total_steps" in record:
             self.total_steps = record["total_steps"]
             self.start_step = record.get("start_step", 0)
-            self.world_size = record.get("world_size", 1)
             self._begins = True
         elif "step" in record:
             before, begins, self._begins = self.numbering.unit or 1, self._begins, False

@@ -35,7 +35,7 @@ from tools.hardware import Hardware
 from tools.hardware.load import NAMES, device_in, read_yaml
 from tools.model import Latent, Model, pattern_of
 from tools.pipeline.schedules import schedule_of
-from tools.ranges import RANGES, Range, is_number
+from tools.ranges import RANGES, Range, is_number, short
 
 # sizes by the name that rows give them; others may be any number that fits a model
 _SIZES = {
@@ -134,14 +134,9 @@ def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _
             _numbers(inner, f"{place}[{index}]", sizes, span)
     elif isinstance(value, int | float) and not isinstance(value, bool) and value != 0:
         if refusal := span.refusal(value):
-            raise DataError(f"{place}: {_short(value)} {refusal}")
+            raise DataError(f"{place}: {short(value)} {refusal}")
     elif isinstance(value, str) and is_number(value):
         raise DataError(f"{place}: {value!r} is text, not a number: write it with a dot and a sign, such as 1.0e+3")
-
-
-def _short(value: float) -> str:
-    text = str(value)
-    return text if len(text) <= 30 else f"{text[:12]}... ({len(text)} digits)"
 
 
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
