@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 
 def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
@@ -35,16 +36,10 @@ def spreads_above(value: float, good: Sequence[float], least: float) -> float:
     """Return how many robust standard deviations log `value` lies above the trend of log `good`, computed by sorting;
     see `plan.spreads_above`.
     """
-
-    def middle(values: Iterable[float]) -> float:
-        values = sorted(values)
-        half = len(values) // 2
-        return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
-
     logs = [math.log(each) for each in good]
     slopes = [(logs[j] - logs[i]) / (j - i) for j in range(len(logs)) for i in range(j)]
-    slope = min(middle(slopes), 0.0) if slopes else 0.0
+    slope = min(median(slopes), 0.0) if slopes else 0.0
     level = [each - slope * place for place, each in enumerate(logs)]
-    start = middle(level)
-    spread = 1.4826 * middle(abs(each - start) for each in level)
+    start = median(level)
+    spread = 1.4826 * median(abs(each - start) for each in level)
     return (math.log(value) - start - slope * len(logs)) / max(spread, least)

@@ -18,6 +18,7 @@ small instances (`tests/tools/layout/pipeline_instances.py`) and with the solver
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,10 +59,8 @@ def stage_sizes(costs: StageCosts, beat: float = np.inf) -> list[list[int]]:
     times = np.unique(table[np.isfinite(table)].round(9))
     times = times[times <= most]
     found: dict[tuple[int, ...], float] = {}
-    first, last = 0, len(times)
-    while first < last:  # the least time of the slowest stage
-        middle = (first + last) // 2
-        first, last = (first, middle) if least_sum(table, times[middle]) else (middle + 1, last)
+    # the least time of the slowest stage
+    first = bisect_left(times, True, key=lambda time: least_sum(table, time) is not None)
     for time in times[first : first + _SLOWEST]:
         if found and instance.micro_batches * time > min(found.values()):
             break

@@ -9,6 +9,8 @@ the bounds with an enumeration of all plans of small instances (`tests/tools/lay
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from tools.layout.ilp import work_bound
@@ -30,10 +32,7 @@ def floor_of(instance: Instance) -> tuple[float, float]:
     costs = StageCosts(instance)
     low = _low(costs)
     times = np.unique(low[np.isfinite(low)].round(9))
-    first, last = 0, len(times)
-    while first < last:
-        middle = (first + last) // 2
-        first, last = (first, middle) if _holds(costs, low, times[middle]) else (middle + 1, last)
+    first = bisect_left(times, True, key=lambda time: _holds(costs, low, time))
     if first == len(times):
         return np.inf, np.inf
     slowest, many = float(times[first]), instance.micro_batches
