@@ -302,8 +302,8 @@ class Hour:
         dump_recipe({**flat, "callbacks": [*flat["callbacks"], monitor]}, self.work / "profiled.yaml")
 
     def stage(self, seconds: float, done: Mapping[str, Outcome]) -> Found:
-        """Train with profiling, compare the measured seconds of each term of the step with the predicted seconds, and
-        measure the variants of the recipe.
+        """Train with profiling, and compare for each term of the step-time model the measured seconds with the
+        predicted seconds. Then measure step times with other modes of expert dispatch and with fused operators.
         """
         self.write_measured()
         train, calibrate = self.commands()["stage"][:2]

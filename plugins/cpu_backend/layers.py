@@ -28,7 +28,7 @@ class PrimitiveLike(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def shard(self, *args, **kwargs):
-        """Do nothing: CPU runs are data parallel only."""
+        """Do nothing: with `plugins.cpu_backend` each process holds the whole model."""
         return self
 
     def add_prim_attr(self, *args, **kwargs):
@@ -36,7 +36,7 @@ class PrimitiveLike(nn.Cell):
         return self
 
     def recompute(self, *args, **kwargs):
-        """Do nothing: CPU runs do not recompute."""
+        """Do nothing: `plugins.cpu_backend` does not recompute activations."""
         return self
 
 

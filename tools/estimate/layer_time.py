@@ -136,8 +136,9 @@ class ExpertTimes(DeviceTimes):
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
         """Return two schedules of an MoE layer under `plugins.ep_overlap`: one without chunks, and the fastest one with
         chunks. Each entry of `cuts` is an allowed pair (number of parts of the batch, number of parts of a sequence);
-        if `cuts` is empty, the pairs that `plugins.ep_overlap.plan.candidates` returns are allowed. If `stride` is
-        None, the fastest order of the chunks is used.
+        if `cuts` is empty, the pairs that `plugins.ep_overlap.plan.candidates` returns are allowed. Each
+        chunk starts `stride` steps after the chunk before it (`plugins.ep_overlap.plan.issue_order`); if `stride` is
+        None, the fastest stride is used.
 
         Raises:
             RecipeError: there are more chunks than samples or tokens.

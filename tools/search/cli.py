@@ -66,7 +66,11 @@ from tools.search.overlay import keep_files_of
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the pipeline layout that the search found to this file.  [default: RECIPE.layout.yaml]",
 )
-@click.option("--force", is_flag=True, help="Overwrite the file that --out names even if it is not a layout file.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Overwrite the output file (--out, or RECIPE.layout.yaml) even if it is not a layout file.",
+)
 @seed_option
 @json_option
 def layout(

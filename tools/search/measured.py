@@ -50,7 +50,7 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     "tools/estimate/memory/errors.yaml.",
 )
 @click.option("--force", is_flag=True, help="Overwrite the file that --record names if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON list on stdout.")
 def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> None:
     """Predict each run of a measurements file from its configuration only.
 

@@ -212,7 +212,7 @@ def request_of(
         raise in_file(recipe, error) from None
     if room.cap <= reserve:
         raise RecipeError(
-            f"{room.source}: this limit of {room.cap / GIB:.1f} GiB is less than the {reserve / GIB:.2f} GiB that "
+            f"{room.source}: this limit of {room.cap / GIB:.1f} GiB is not more than the {reserve / GIB:.2f} GiB that "
             "framework and driver used in the measurement; give a larger --memory, or a larger "
             "context.max_device_memory"
         )

@@ -207,7 +207,7 @@ def test_request_of_a_recipe():
     asked = request_of(recipe, "atlas_800t_a2", memory_gib=30, reserve=2 * GIB)
     assert asked.cap == 28 * GIB and asked.site.memory == 30 * GIB  # MindSpore's limit is that of the whole job
     with pytest.raises(
-        RecipeError, match=r"--memory: this limit of 1.0 GiB is less than the 2.00 GiB .* give a larger --memory"
+        RecipeError, match=r"--memory: this limit of 1.0 GiB is not more than the 2.00 GiB .* give a larger --memory"
     ):
         request_of(recipe, "atlas_800t_a2", memory_gib=1, reserve=2 * GIB)
 

@@ -146,7 +146,9 @@ class Side:
         return next((line["modules"] for line in lines if line.get("modules")), {})
 
     def ids(self, step: int) -> list[str] | None:
-        """Return the distinct digests of a step's samples, rank by rank; return None if a rank did not record them."""
+        """Return the digests of all samples of a step as one list without duplicates, those of rank 0 first. Return
+        None if a rank did not record the digests.
+        """
         ranks = self.samples.get(step, {})
         if not ranks or any(IDS not in columns for columns in ranks.values()):
             return None
