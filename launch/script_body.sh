@@ -122,6 +122,19 @@ check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3
 [ -f "$RECIPE" ] || fail "no $RECIPE on this node: every node needs the recipe there"
+# Checks of the shell come before the first folder is made.
+# An activated environment comes first; without one, the checkout's own. msrun starts the first `python` on PATH.
+command -v msrun >/dev/null || PATH=$ROOT/.venv/bin:$PATH
+command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment that has MindSpore, on every node"
+# What MindSpore's graph kernels fuse, where the recipe has plugins.operator_fusion.
+if [ -n "${FUSION_FLAGS:-}" ]; then
+    [ "${MS_DEV_GRAPH_KERNEL_FLAGS:-$FUSION_FLAGS}" = "$FUSION_FLAGS" ] ||
+        fail "MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags than plugins.operator_fusion: unset it"
+    export MS_DEV_GRAPH_KERNEL_FLAGS=$FUSION_FLAGS
+fi
+if [ "$TARGET" = Ascend ] && [ -z "${ASCEND_HOME_PATH:-}" ]; then
+    fail "CANN is not set up in this shell; source its set_env.sh first (/usr/local/Ascend/ascend-toolkit/set_env.sh)"
+fi
 MADE=$([ -d "$RUN_DIR" ] || echo yes)
 mkdir -p "$RUN_DIR" 2>/dev/null || fail "$RUN_DIR: this folder cannot be made"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
@@ -140,18 +153,8 @@ else
 fi
 mkdir -p "$LOG_DIR"
 
-# An activated environment comes first; without one, the checkout's own. msrun starts the first `python` on PATH.
-command -v msrun >/dev/null || PATH=$ROOT/.venv/bin:$PATH
-command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment that has MindSpore, on every node"
-
 # Plugins and tools are imported from the checkout.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-# What MindSpore's graph kernels fuse, where the recipe has plugins.operator_fusion.
-if [ -n "${FUSION_FLAGS:-}" ]; then
-    [ "${MS_DEV_GRAPH_KERNEL_FLAGS:-$FUSION_FLAGS}" = "$FUSION_FLAGS" ] ||
-        fail "MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags than plugins.operator_fusion: unset it"
-    export MS_DEV_GRAPH_KERNEL_FLAGS=$FUSION_FLAGS
-fi
 # A worker ends with msrun, even when msrun is killed (launch/workers/lifetime.py).
 export TC3_SUPERVISED=1
 # Cores for each worker of this node, by the plan of `tc3 affinity` (docs/affinity.md); without one msrun may choose.
@@ -184,8 +187,6 @@ COMMAND=(
     --join=True "--log_dir=$LOG_DIR" "--tail_worker_log=$((WORKERS - 1))"
 )
 if [ "$TARGET" = Ascend ]; then
-    [ -n "${ASCEND_HOME_PATH:-}" ] ||
-        fail "CANN is not set up in this shell; source its set_env.sh first (/usr/local/Ascend/ascend-toolkit/set_env.sh)"
     # Nodes start and stages compile minutes apart. 7200 s is what MindFormers' launcher waits for the cluster and the
     # most that CANN allows between devices; the defaults are 600 s (msrun) and 600 s (MindSpore; CANN's own is 120 s).
     export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-7200}

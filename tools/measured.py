@@ -243,7 +243,15 @@ def _texts(path: Path) -> dict[str, str]:
                     "give another file"
                 )
             return {name: archive.read(name).decode("utf-8") for name in archive.namelist()}
-    except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError, NotImplementedError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        UnicodeDecodeError,
+        NotImplementedError,
+        RuntimeError,
+        OSError,
+    ) as error:
         words = " ".join(str(error).split())
         raise DataError(
             f"{path}: the bundle is truncated or damaged, or is not a zip file ({words}); copy it again"

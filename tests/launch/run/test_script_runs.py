@@ -278,18 +278,24 @@ def test_slurms_own_list_of_nodes_stands_in_for_the_names_to_edit(run, tmp_path)
 @pytest.mark.slow
 def test_what_is_wrong_on_a_node_is_one_line_and_code_2(run, hosts, tmp_path):
     two = generate(ascend(data_parallel=2), hosts("a 1\nb 1\n"))
+    dvm = {"context": {"jit_config": {"jit_level": "O1"}}}
+    fused = generate(
+        {**ascend(data_parallel=2), "plugins": {"operator_fusion": {"level": "vector"}}, **dvm}, hosts("a 1\nb 1\n")
+    )
     local = two.replace("a b", "localhost b")  # as a name that the node's own hosts file maps to 127.0.0.1
     for text, arguments, environment, message in [
         (two, [], {}, "is not in HOSTS; give this node's number, 0 to 1: run.sh NODE_RANK"),
         (two, ["2"], {}, "node rank 2: want a number from 0 to 1"),
         (two, [], {"NODE_RANK": "x"}, "node rank x: want a number"),
         (two, ["0"], {"ASCEND_HOME_PATH": ""}, "CANN is not set up in this shell; source its set_env.sh"),
+        (fused, ["0"], {"MS_DEV_GRAPH_KERNEL_FLAGS": "--x"}, "MS_DEV_GRAPH_KERNEL_FLAGS is exported with other flags"),
         (local, ["0"], {}, "localhost is 127.0.0.1 on this node: set MASTER_ADDR"),
         (two.replace("a b", "a b c"), ["0"], {}, "3 hosts x 1 workers = 3, the recipe needs 2: mend HOSTS"),
         (two, ["0"], {"TC3_ROOT": ""}, "no launch/train.py here: start the script from the checkout"),
     ]:
         code, record, err = run(text, *arguments, **environment)
         assert (code, record) == (2, None) and err.startswith("error: ") and err.count("\n") == 1 and message in err
+        assert not (tmp_path / "run dir").exists(), message
 
 
 def test_on_ascend_timeouts_are_long(run, tmp_path):
@@ -348,7 +354,8 @@ def test_two_scripts_do_not_write_one_run_folder(start, run, hosts, tmp_path):
 def test_a_refused_script_leaves_the_run_folder_as_it_was(run, tmp_path, made):
     """It removed an empty folder of the user, and left its lock where the folder of checkpoints cannot be made."""
     own, saves = tmp_path / "run dir", tmp_path / "saves"
-    text = generate({**ascend(data_parallel=1), "checkpoint": {"save_path": str(saves)}})
+    cpu = {"context": {"device_target": "CPU"}}
+    text = generate({**ascend(data_parallel=1), **cpu, "checkpoint": {"save_path": str(saves)}})
     if made:
         own.mkdir()
     with only_run_in(saves):

@@ -85,7 +85,7 @@ def test_a_truncated_pair_is_a_finding_and_a_missing_file_an_error(pair: Path) -
     path.unlink()
     with pytest.raises(DataError, match=r"out\.bin: there is no such file"):
         verify(pair)
-    with pytest.raises(DataError, match=r"nowhere\.json: there is no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.json: this file does not exist"):
         verify(pair.parent / "nowhere")
     Path(f"{pair}.json").write_text('{"some": "json"}')
     with pytest.raises(DataError, match="did not write this file"):
