@@ -99,7 +99,8 @@ class Bundle:
         """
         if self.manifest.simulated:
             raise DataError(
-                f"{self.path}: the results of this bundle are simulated, but a card may claim only measured results"
+                f"{self.path}: the results of this bundle are simulated, but a recipe's card.yaml may state "
+                "only measured results"
             )
         return f"measured-{self.manifest.device}-{self.manifest.devices}"
 

@@ -79,12 +79,12 @@ class NpuHour(Hour):
         return rank_counts(self.each, self.node_count, min(MOST, self.view.devices))
 
     def of(self, devices: int) -> Path:
-        """Return the file of the small recipe for a number of devices."""
+        """Return the path of the small recipe that the checks write for this number of devices."""
         return self.work / ("small_cpu.yaml" if devices == ON_CPU else f"small_{devices}.yaml")
 
     @property
     def small(self) -> Path:
-        """Return the file of the small recipe for one device."""
+        """Return the path of the small recipe that the checks write for one device."""
         return self.of(1)
 
     def train(self, devices: int, steps: int, run: str, *more: str) -> list[str]:

@@ -137,8 +137,9 @@ def ramp_of(recipe: Mapping[str, Any], full: int) -> Ramp:
 
 def scheduled(recipe: Mapping[str, Any], ramp: Ramp, steps: int) -> int:
     """Return the position in the learning-rate schedule (`lr_schedule`) after the first `steps` steps of a run. If the
-    setting `learning_rate` is `samples`, the position is the number of steps with the full batch that train on the same
-    number of samples, rounded up. If the setting is `steps`, the position is `steps`.
+    setting `learning_rate` has the value "samples", the position is the number of steps with the full batch that train
+    on the same number of samples, rounded up. If `learning_rate` has the value "steps", the position is the argument
+    `steps` itself.
     """
     settings = Settings.look(value_at(recipe, KEY))[0]
     by_samples = settings is not None and settings.learning_rate == SAMPLES

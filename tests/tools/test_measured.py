@@ -140,7 +140,7 @@ def test_an_hour_that_did_not_come_so_far_has_no_cluster_and_no_memory(tmp_path)
     assert memory_in_words(found) == "memory is as modelled: the bundle has no measured memory"
     with pytest.raises(DataError, match="the check `calibrate` gave no result"):
         measured_cluster(found)
-    with pytest.raises(DataError, match="a card may claim only measured results"):
+    with pytest.raises(DataError, match=r"card\.yaml may state only measured results"):
         _ = found.claim
     assert "nothing in them was measured" in origin(found)
 

@@ -147,7 +147,7 @@ def test_a_simulated_bundle_is_not_claimed_and_a_measured_one_is(hour, tmp_path)
     card = recipe.with_name("card.yaml")
     before = card.read_text()
     refused = run("card", hour[0] / "b.zip", recipe)
-    assert "a card may claim only measured results" in str(refused.exception)
+    assert "card.yaml may state only measured results" in str(refused.exception)
     assert card.read_text() == before
     found = read_bundle(hour[0] / "b.zip")
     write_bundle(tmp_path / "m.zip", replace(found.manifest, simulated=False, files={}), found.texts)

@@ -171,7 +171,7 @@ def _crc(file: Path, start: int) -> int:
                 start = zlib.crc32(piece, start)
     except OSError as error:
         raise DataError(
-            f"train_dataset.data_loader.config.data_path: {file} cannot be read ({error.strerror}); give with "
-            "--data another corpus"
+            f"train_dataset.data_loader.config.data_path: {file} cannot be read ({error.strerror}); name another "
+            "corpus with --data"
         ) from None
     return start

@@ -67,7 +67,7 @@ class Scheduled:
 @dataclass
 class BySchedule:
     """A `BySchedule` holds the best layout of each requested pipeline schedule, in the order of the request. The field
-    `whole` is False if a search was interrupted, and `cut` is True if the time limit ended a search.
+    `whole` is False if Ctrl-C or SIGTERM interrupted a search, and `cut` is True if the time limit ended a search.
     """
 
     every: list[Scheduled] = field(default_factory=list)
