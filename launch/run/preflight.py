@@ -271,7 +271,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
         saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
         ways = ["go on with --resume auto"] * saved
         ways += ["start over with --force (removes its logs, metrics and checkpoints)"] * (force is not None)
-        holds = "this folder already holds a run" + ("" if saved else ", which has saved no checkpoint")
+        holds = "this folder already holds a run" + ("" if saved else ", which has no complete checkpoint")
         raise CheckpointError(
             f"{run_dir}: {holds}; {', '.join([*ways, 'or ' * bool(ways) + 'choose another --run-dir'])}"
         )

@@ -108,8 +108,8 @@ def write(options: Options, skips: Skips) -> dict[str, Any]:
     for split in files:
         if not found.rows[split]:
             raise DataError(
-                f"--input {' '.join(options.corpus.inputs)}: the {split} split of {found.documents} documents has no "
-                "function with a docstring; give Python sources, such as stdlib"
+                f"--input {' '.join(options.corpus.inputs)}: {found.documents} documents were read, but "
+                f"the {split} split has no function with a docstring; give Python sources, such as --input stdlib"
             )
     summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
     texts = {}

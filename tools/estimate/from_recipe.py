@@ -366,8 +366,9 @@ def not_empty(table: Table | None) -> Table | None:
 
 
 def has_counts(value: Any) -> bool:
-    """Return whether the value of a recompute key holds lists with a number of layers for each pipeline stage. A list
-    fits only layouts with as many stages and chunks as the list has numbers.
+    """Return whether the value of a recompute key holds lists with a number of layers for each pipeline stage. Such a
+    list fits only layouts of its shape: one number for each pipeline stage or, with several model chunks, one row of
+    such numbers for each chunk.
     """
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))

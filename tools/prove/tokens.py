@@ -24,8 +24,8 @@ def rows_in(dim: Dim) -> tuple[int, Rows] | None:
 
 
 def dispatched(dim: Dim) -> tuple[int, Rows] | None:
-    """Return the token rows that were dispatched to experts and are a factor of a dimension, with the position of this
-    factor. Return None if the dimension has no such rows, or has only rows that `by_rank` has reordered.
+    """A dimension is a product of factors. If one factor is token rows (`Rows`) that were dispatched to experts, return
+    its position and the rows. Return None if the dimension has no such rows, or only rows that `by_rank` has reordered.
     """
     found = rows_in(dim)
     return None if found is None or found[1].path == (("flat",),) else found

@@ -91,10 +91,10 @@ class OfGroup(click.Command):
     type=click.Path(path_type=Path),
     metavar="BUNDLE.zip",
     help=(
-        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that framework and driver "
-        "used in this measurement is subtracted from a device's memory limit. The bundle's factors of the memory model "
-        "are printed but not used, because they hold only for RECIPE's own layout. With --write the measured cluster "
-        "is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
+        "Search layouts for the cluster that tc3 firsthour measured with RECIPE. The memory that framework and "
+        "driver used in this measurement is subtracted from a device's memory limit. The bundle's factors that "
+        "correct predicted memory are printed but not used, because they hold only for RECIPE's own layout. With "
+        "--write the measured cluster is saved beside OVERLAY.yaml, as OVERLAY.cluster.yaml."
     ),
 )
 @click.option(
@@ -127,7 +127,7 @@ class OfGroup(click.Command):
     help=(
         "Also rank layouts of this pipeline schedule, such as zero_bubble_v, or of all schedules; the printed table "
         "says which schedules a recipe can use and which are only simulated. With --schedule, --write writes the "
-        "fastest layout whose schedule a recipe can use."
+        "fastest layout that can be trained, never one that is only simulated."
     ),
 )
 @click.option(

@@ -80,8 +80,8 @@ def weights() -> None:
 @click.option(
     "--values",
     is_flag=True,
-    help="Also read all values: show their norms, and look for non-finite values, copies that differ and wrong "
-    "checksums.",
+    help="Also read all values: show their norms, and look for non-finite values, copies of one tensor on "
+    "several ranks that differ, and wrong checksums.",
 )
 @click.option(
     "--diff",

@@ -161,7 +161,7 @@ def test_an_agent_that_is_started_again_joins_what_is_under_way(start, workplace
     write(folder_of(run_dir, 1) / "plan.json", Plan(1, 0.0, ["a", "b"], 1, "a", 5000))
     assert start().number == 1
     write(folder_of(run_dir, 1) / "verdict.json", Verdict(0.0, "done", "why"))
-    with pytest.raises(ValueError, match="already holds a run, which has saved no checkpoint; choose"):
+    with pytest.raises(ValueError, match="already holds a run, which has no complete checkpoint; choose"):
         start()
     assert start("--resume", "auto").number == 2
 

@@ -334,7 +334,7 @@ def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):
         assert code == 2 and "in use" in err and not runs
     train("mini/toy.yaml")
     code, _, err = train("mini/toy.yaml")
-    assert code == 2 and "already holds a run, which has saved no checkpoint; start over" in err
+    assert code == 2 and "already holds a run, which has no complete checkpoint; start over" in err
     runs.saves = True
     assert train("mini/toy.yaml", "--force")[0] == 0
     code, _, err = train("mini/toy.yaml")

@@ -156,7 +156,7 @@ def test_training_data_never_stand_beside_what_another_start_held_out(library, t
 
 def test_sources_without_functions_are_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    with pytest.raises(DataError, match="the train split of 1 documents has no function with a docstring"):
+    with pytest.raises(DataError, match="1 documents were read, but the train split has no function with a docstring"):
         write(Options(Corpus((str(tmp_path),)), tmp_path / "out"), Skips())
     assert not (tmp_path / "out.jsonl").exists()
 

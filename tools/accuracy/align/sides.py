@@ -132,8 +132,9 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """Return the recipe in the file `path`, with the overrides and the corpus `data`. A recipe for Ascend becomes its
-    mini recipe for CPU, which keeps its kinds of parallelism if `workers` is given.
+    """Return the recipe in the file `path`, with the overrides and the corpus `data`. If the recipe
+    is for Ascend, return its mini recipe instead (a small version of the model and training, for CPU): for one process,
+    or, if `workers` is given, with the Ascend recipe's kinds of parallelism.
     """
     recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     recipe = changed(recipe, overrides, data)

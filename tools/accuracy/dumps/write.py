@@ -1,7 +1,7 @@
 """This module writes a dump of tensors. The module writes the file tc3_dump.json, in which `complete` is false until
-all files of the dump are on disk. The module lets msprobe (distribution mindstudio-probe) write the calls of each step.
-The module itself writes the weights after the last step, and at msprobe's levels L1 and L2 also the weights before each
-step.
+all files of the dump are on disk. The module lets msprobe (Python package mindstudio-probe) write in each step the
+inputs and outputs of the calls that msprobe's level selects. The module itself writes the weights after the last step,
+and at msprobe's levels L1 and L2 also the weights before each step.
 """
 
 from __future__ import annotations

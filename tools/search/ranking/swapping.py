@@ -84,7 +84,9 @@ def place_swapping(config: Configuration, model: TimeModel, cap_bytes: float, bu
     """
     every = ways(config)
     if not every:
-        raise RecipeError("swapping: this model cannot be split into stages, because dense and MoE layers alternate")
+        raise RecipeError(
+            "swapping: the search cannot place this model's layers on stages, because dense and MoE layers alternate"
+        )
     prices = prices_of(config, model)
     plain = [pipeline_instance(config, model, cap_bytes, *way) for way in every]
     by_time, of = attrgetter("time"), 2 * len(every)
