@@ -243,8 +243,8 @@ class Peers:
 
     def unevenness(self, name: str, number: int) -> Uneven | None:
         """Return a description of an operator's constants (such as the starts of slices) that do not grow by equal
-        steps from rank to rank. Return None if all constants grow by equal steps, or if the graph of the last rank is
-        unknown.
+        steps from rank to rank. Return None if all constants grow by equal steps along each axis, if the operator
+        has no constants, or if there is no graph of the rank at the other end of all axes (`FAR`) to compare with.
 
         Texts that differ between neighbours are not compared, because no rule computes with them.
 
