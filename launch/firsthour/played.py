@@ -63,8 +63,8 @@ class State:
     smallest: Weights = field(default_factory=dict)  # smallest mean squares, which only the comparison needs
 
     def saved(self, whole: bool = True) -> State:
-        """Return a copy of the state as it is loaded from a checkpoint; if `whole` is False, the optimizer's moments
-        are zeros.
+        """Return the copy of the state that a run has after it has loaded a checkpoint. If `whole` is False, the
+        optimizer's moments in the copy are zeros.
         """
         moments = {
             name: {weight: array.copy() if whole else np.zeros_like(array) for weight, array in arrays.items()}

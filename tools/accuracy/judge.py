@@ -132,7 +132,7 @@ def powers(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 def fills(counts: np.ndarray) -> tuple[float, float]:
     """Return two magnitudes, from which it follows whether a value is a fill (a huge value that a mask has written):
     values of at least the first magnitude are fills, and values of at least the second may be fills. A magnitude is inf
-    if there are no such values. `counts` is the result of `powers`.
+    if no value can be a fill in this sense. `counts` is the result of `powers`.
 
     A group of huge values (8192 or more) lies within a factor of 8 and is at least 128 times as large as all smaller
     values. They are fills if they are the same in both tensors: what was computed would differ by rounding. They may be

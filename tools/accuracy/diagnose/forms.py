@@ -150,8 +150,8 @@ def check_form(record: Mapping[str, Any], form: Mapping[str, Form], file: Path, 
 
 
 def check_lengths(record: Mapping[str, Any], known: dict[str, int], file: Path, number: int) -> None:
-    """Raise DataError if the number of a router's experts differs from the number in earlier lines, which `known`
-    holds.
+    """Raise DataError if a router has another number of experts than in earlier lines of the file. `known` holds the
+    numbers of the earlier lines.
     """
     for key in ("loads", "biases"):
         for router, numbers in record.get(key, {}).items():

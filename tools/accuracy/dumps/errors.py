@@ -77,8 +77,8 @@ class Scale:
 
 
 def scaled(found: Measured, golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """Return the factor by which all values of two .npy files differ; return None if the factor differs from 1 by no
-    more than the tolerance. The files are read again only if the sums in `found`, the result of `measure`, exceed the
+    """Return the factor between all values of one .npy file and those of another. Return None if this factor is 1
+    within the tolerance. The files are read again only if the sums in `found`, the result of `measure`, exceed the
     smallest tolerance.
     """
     floor, sigmas = systematic(dtype)

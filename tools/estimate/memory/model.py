@@ -125,8 +125,9 @@ def update_memory(config: Configuration, stage: int) -> float:
 
 
 def update_gradients(config: Configuration, counted: Iterable[tuple[Weight, int]]) -> list[tuple[float, float]]:
-    """Return for each trained weight in a list of (weight, number of such weights) the bytes of the divided gradients
-    and of an accumulated gradient, in the form that `updating` takes. Return [] if the update makes no new tensors.
+    """Return for each trained weight two numbers of bytes, in the form that `updating` takes: those of its divided
+    gradients, and those of one accumulated gradient. `counted` lists each weight with the number of weights of its
+    kind. Return [] if the update makes no new tensors.
     """
     if not config.training_graph or _at_once(config):
         return []
